@@ -90,8 +90,24 @@ class Prefill:
     def done(self, peer: Any = FIRST, now: float = 0) -> None:
         self.lending.heard(peer, Done("t"), now)
 
+    def read(self, peer: Any, readers: int = 1, decodes: int = 1, now: float = 0) -> None:
+        """Have a peer hold the request, and report that it has read it."""
+        self.hold(peer, readers=readers, decodes=decodes)
+        self.done(peer, now)
+
+    def asks(self, *peers: Any) -> None:
+        """Have peers hold the request, and ask for it."""
+        self.hold(*peers)
+        for peer in peers:
+            self.ask(peer)
+
     def finish(self) -> None:
         self.lending.finish(Send("r", "t"), 0)
+
+    def lend_all(self) -> None:
+        """Lend the only part of the request, which has finished."""
+        self.lending.lend(part())
+        self.finish()
 
     @property
     def ended(self) -> set[str | None]:
@@ -154,28 +170,23 @@ def test_a_peer_that_has_reported_may_hold_and_ask_again(prefill: Prefill) -> No
     prefill.ask(receive=1)
     prefill.lending.ready([lent], None)
     assert [(type(one), one.layers) for one in prefill.news()] == [(Lent, 2), (Ready, 4)]
-    prefill.hold(SECOND, readers=2)
-    prefill.done(SECOND)
+    prefill.read(SECOND, readers=2)
     assert prefill.freed == [], "the first peer holds it again"
     prefill.done(FIRST)
     assert prefill.freed == [("r", False)]
 
 
 def test_a_rank_that_was_restarted_counts_once(prefill: Prefill) -> None:
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     for peer in (FIRST, RESTARTED):
-        prefill.hold(peer, readers=2)
-        prefill.done(peer)
+        prefill.read(peer, readers=2)
     assert prefill.freed == []
-    prefill.hold(SECOND, readers=2)
-    prefill.done(SECOND)
+    prefill.read(SECOND, readers=2)
     assert prefill.freed == [("r", False)]
 
 
 def test_a_peer_ends_only_what_it_holds(prefill: Prefill) -> None:
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     prefill.done(SECOND)
     prefill.hold(FIRST)
     prefill.done(SECOND)
@@ -184,8 +195,7 @@ def test_a_peer_ends_only_what_it_holds(prefill: Prefill) -> None:
     assert prefill.freed == []
     (refused,) = prefill.news(SECOND)
     assert "does not hold the request" in refused.reason
-    prefill.hold(SECOND)
-    prefill.done(SECOND)
+    prefill.read(SECOND)
     assert prefill.freed == [], "the first peer holds it"
     prefill.done(FIRST)
     assert prefill.freed == [("r", False)]
@@ -193,8 +203,7 @@ def test_a_peer_ends_only_what_it_holds(prefill: Prefill) -> None:
 
 def test_a_request_that_decode_holds_has_no_lease(prefill: Prefill) -> None:
     """However long it waits in the queue of decode. If a rank has reported and no other holds it, the lease begins."""
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     assert prefill.lending.next_due() == LEASE_S
     prefill.hold(FIRST, readers=2)
     assert prefill.lending.next_due() is None
@@ -212,9 +221,7 @@ def test_a_request_that_decode_holds_has_no_lease(prefill: Prefill) -> None:
 def test_the_end_of_a_link_ends_what_the_peer_holds(prefill: Prefill, finished: bool) -> None:
     """If nobody else holds it: the ranks of decode may be those of two independent vLLMs, with one ticket."""
     prefill.lending.lend(part())
-    prefill.hold(FIRST, SECOND)
-    prefill.ask(FIRST)
-    prefill.ask(SECOND)
+    prefill.asks(FIRST, SECOND)
     if finished:
         prefill.finish()
     prefill.lending.unlinked(FIRST)
@@ -226,8 +233,7 @@ def test_the_end_of_a_link_ends_what_the_peer_holds(prefill: Prefill, finished: 
     if not finished:
         prefill.finish()
     assert prefill.freed == [("r", finished)]
-    prefill.hold(RESTARTED)
-    prefill.ask(RESTARTED)
+    prefill.asks(RESTARTED)
     assert [one.reason for one in prefill.news(RESTARTED)] == ["the link to decode/1 of decode has ended"]
 
 
@@ -242,8 +248,7 @@ def test_the_lease_begins_when_the_other_rank_has_read(prefill: Prefill) -> None
 
 
 def test_the_end_of_a_link_does_not_end_what_the_peer_has_read(prefill: Prefill) -> None:
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     prefill.hold(FIRST, SECOND, readers=2)
     prefill.done(FIRST)
     prefill.lending.unlinked(FIRST)
@@ -269,40 +274,33 @@ def test_each_decode_of_a_request_reads_it(prefill: Prefill) -> None:
 
 def test_ranks_of_different_decodes_do_not_count_for_each_other(prefill: Prefill) -> None:
     """One decode has two ranks. Its second rank reads after the only rank of another decode has reported."""
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     prefill.hold(OTHER, decodes=2)
     prefill.hold(FIRST, readers=2, decodes=2)
     prefill.done(OTHER)
     prefill.done(FIRST)
     assert prefill.freed == []
-    prefill.hold(SECOND, readers=2, decodes=2)
-    prefill.done(SECOND)
+    prefill.read(SECOND, readers=2, decodes=2)
     assert prefill.freed == [("r", False)]
 
 
 def test_the_names_of_peers_that_have_reported_are_bounded(prefill: Prefill) -> None:
     """A peer may link again under other names. They count as ranks of its own decode only."""
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     for number in range(10):
-        prefill.hold(Peer(f"decode/{number}"), readers=2, decodes=2)
-        prefill.done(Peer(f"decode/{number}"))
+        prefill.read(Peer(f"decode/{number}"), readers=2, decodes=2)
     (loan,) = prefill.lending._loans.values()
     assert loan.done == {"decode": {"decode/0", "decode/1"}}
     assert prefill.freed == []
-    prefill.hold(OTHER, decodes=2)
-    prefill.done(OTHER)
+    prefill.read(OTHER, decodes=2)
     assert prefill.freed == [("r", False)]
 
 
 def test_the_decodes_of_a_request_are_bounded(prefill: Prefill) -> None:
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     for number in range(MAX_DECODES):
         prefill.hold(Peer(f"decode {number}/0"), decodes=MAX_DECODES)
-    prefill.hold(OTHER)
-    prefill.ask(OTHER)
+    prefill.asks(OTHER)
     assert [type(one) for one in prefill.news(OTHER)] == [Gone]
     for number in range(MAX_DECODES):
         prefill.done(Peer(f"decode {number}/0"))
@@ -310,8 +308,7 @@ def test_the_decodes_of_a_request_are_bounded(prefill: Prefill) -> None:
 
 
 def test_requests_that_are_not_lent_yet_are_held(prefill: Prefill) -> None:
-    prefill.hold(FIRST)
-    prefill.ask(FIRST)
+    prefill.asks(FIRST)
     prefill.hold(SECOND)
     prefill.lending.unlinked(SECOND)
     prefill.lending.lend(part())
@@ -325,12 +322,10 @@ def test_requests_that_are_not_lent_yet_are_held(prefill: Prefill) -> None:
 def test_a_request_that_decode_gives_up_before_it_is_lent_is_freed_at_once(prefill: Prefill, link_ends: bool) -> None:
     prefill.hold(FIRST)
     prefill.lending.unlinked(FIRST) if link_ends else prefill.done(FIRST)
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     assert prefill.freed == [("r", False)]
     # Another request may have the same ticket.
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     assert prefill.freed == [("r", False)]
     assert prefill.lending.next_due() == LEASE_S
 
@@ -338,25 +333,20 @@ def test_a_request_that_decode_gives_up_before_it_is_lent_is_freed_at_once(prefi
 def test_a_step_that_was_not_computed_is_never_ready(prefill: Prefill) -> None:
     lent = part(computed=False)
     prefill.lending.lend(lent)
-    prefill.hold(FIRST)
-    prefill.ask()
+    prefill.asks(FIRST)
     prefill.lending.fail([lent, replace(lent, ticket="other")], "the model has failed")
     assert [type(one) for one in prefill.news()] == [Lent, Gone]
     assert prefill.ended == {"revoked"}
     prefill.lending.ready([lent], None)
-    prefill.hold(SECOND)
-    prefill.ask(SECOND)
+    prefill.asks(SECOND)
     assert [(type(one), one.reason) for one in prefill.news(SECOND)] == [(Gone, "the model has failed")]
     prefill.finish()
     assert prefill.freed == [("r", False)]
 
 
 def test_receives_share_the_grants(prefill: Prefill) -> None:
-    prefill.lending.lend(part())
-    prefill.finish()
-    prefill.hold(FIRST, SECOND)
-    prefill.ask(FIRST)
-    prefill.ask(SECOND)
+    prefill.lend_all()
+    prefill.asks(FIRST, SECOND)
     (first,), (second,) = prefill.news(FIRST), prefill.news(SECOND)
     assert first.grants == second.grants == [[b"\0\0"]]
 
@@ -365,8 +355,7 @@ def test_all_grants_end_whatever_revoke_raises(prefill: Prefill, monkeypatch: py
     monkeypatch.setattr(Grant, "revoke_error", OutOfMemory)
     prefill.lending.lend(part(last=False))
     prefill.lending.lend(part(1, first=2))
-    prefill.hold(FIRST)
-    prefill.ask()
+    prefill.asks(FIRST)
     prefill.finish()
     prefill.done()
     assert [grant.ended for grant in prefill.group.grants] == ["revoked"] * 2
@@ -388,11 +377,9 @@ def test_late_ask_gets_end_reason(prefill: Prefill, end: str, reason: str) -> No
     else:
         prefill.finish()
     if end == "done":
-        prefill.hold(FIRST)
-        prefill.done()
+        prefill.read(FIRST)
     prefill.lending.due(LEASE_S)
-    prefill.hold(SECOND)
-    prefill.ask(SECOND)
+    prefill.asks(SECOND)
     assert [one.reason for one in prefill.news(SECOND) if reason in one.reason]
 
 
@@ -415,9 +402,7 @@ def test_what_a_peer_holds_is_bounded(prefill: Prefill) -> None:
     reason = f"this rank of decode does not hold the request, or {limits}"
     assert [one.reason for one in prefill.news()] == [reason]
     prefill.lending.heard(FIRST, Done("unknown 0"), 0)
-    prefill.hold(FIRST, SECOND)
-    prefill.ask(FIRST)
-    prefill.ask(SECOND)
+    prefill.asks(FIRST, SECOND)
     prefill.lending.lend(part())
     assert [[type(one) for one in prefill.news(peer)] for peer in (FIRST, SECOND)] == [[Lent], [Lent]]
 
@@ -429,8 +414,7 @@ def test_failed_withdrawn_part_does_not_end_loan(prefill: Prefill) -> None:
     prefill.lending.withdraw(Withdraw("t", ended=False))
     prefill.lending.lend(part(1))
     prefill.lending.fail([lent], "the model has failed")
-    prefill.hold(FIRST)
-    prefill.ask()
+    prefill.asks(FIRST)
     assert [(type(one), one.part) for one in prefill.news()] == [(Lent, 1)]
 
 
@@ -441,8 +425,7 @@ def test_news_of_an_older_part_is_not_that_of_another_with_its_number(prefill: P
     prefill.lending.withdraw(Withdraw("t", ended=True))
     newer = part(computed=False)
     prefill.lending.lend(newer)
-    prefill.hold(FIRST)
-    prefill.ask()
+    prefill.asks(FIRST)
     prefill.lending.ready([older], None)
     prefill.lending.fail([older], "the copy has failed")
     assert [(type(one), one.layers) for one in prefill.news()] == [(Lent, 0)]
@@ -475,8 +458,7 @@ def test_nothing_is_kept_of_peers_that_have_ended(prefill: Prefill) -> None:
     prefill.hold(FIRST, SECOND)
     prefill.ask(FIRST)
     prefill.ask(SECOND, prompt="64:q")
-    prefill.lending.lend(part())
-    prefill.finish()
+    prefill.lend_all()
     prefill.done(FIRST)
     prefill.lending.unlinked(SECOND)
     prefill.hold(RESTARTED)

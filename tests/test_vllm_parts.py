@@ -122,6 +122,23 @@ def side(
     return made
 
 
+@pytest.fixture
+def prefill() -> SchedulerSide:
+    return side()
+
+
+@pytest.fixture
+def decode() -> SchedulerSide:
+    return side()
+
+
+def arrived(at: SchedulerSide, params: Any, name: str = "r", **given: Any) -> Request:
+    """A request that has arrived at a side."""
+    request = Request(name, kv_transfer_params=params, **given)
+    at.arrived(request)
+    return request
+
+
 def to_load(decode: SchedulerSide, request: Request) -> int:
     """How many tokens of a new request come from prefill."""
     decode.arrived(request)
@@ -148,8 +165,7 @@ def finished(prefill: SchedulerSide, request: Request, *groups: list[int], compl
 DIGEST = prompt_digest(100, None)
 
 
-def test_response_of_prefill_says_where_the_prompt_is() -> None:
-    prefill = side()
+def test_response_of_prefill_says_where_the_prompt_is(prefill: SchedulerSide) -> None:
     params = finished(prefill, Request(kv_transfer_params=for_decode()), [5, 6, 7, 8, 9])
     # The response survives JSON, and the fifth block has no token of the prompt.
     handover = Handover.parse(json.loads(json.dumps(params)), [32], DIGEST, ALLOWED)
@@ -175,8 +191,7 @@ def test_other_requests_are_freed_at_once(params: Any, complete: bool, given: di
     assert prefill.take_step(Output()) == Step()
 
 
-def test_a_long_prompt_is_lent_in_parts_that_fit_into_a_message() -> None:
-    prefill = side()
+def test_a_long_prompt_is_lent_in_parts_that_fit_into_a_message(prefill: SchedulerSide) -> None:
     blocks = list(range(1, 10_001))
     request = Request(num_prompt_tokens=320_000, kv_transfer_params=for_decode())
     assert finished(prefill, request, blocks) is not None
@@ -212,11 +227,9 @@ def part(number: int, first: int, blocks: list[int], *, computed: bool = False, 
     return Part("t", DIGEST, number, first, [blocks], computed, last)
 
 
-def test_a_prompt_with_a_ticket_is_lent_as_it_is_computed() -> None:
+def test_a_prompt_with_a_ticket_is_lent_as_it_is_computed(prefill: SchedulerSide) -> None:
     """Each step lends the blocks that it fills, those of the prefix cache included."""
-    prefill = side()
-    request = Request(kv_transfer_params=for_decode("t"))
-    prefill.arrived(request)
+    request = arrived(prefill, for_decode("t"))
     assert prefill.take_step(Output()) == Step()
     # 32 tokens from the prefix cache and 40 computed: the third block is not full.
     step = prefill.take_step(Output({"r": 40}, [new("r", [5, 6, 7], 32)]))
@@ -236,8 +249,7 @@ def test_a_prompt_with_a_ticket_is_lent_as_it_is_computed() -> None:
 def test_blocks_that_are_copied_first_are_lent_as_they_are_computed() -> None:
     """Also without a ticket of the proxy, so that most of them are copied when the request has finished."""
     prefill = side(copied=True)
-    request = Request(kv_transfer_params=for_decode())
-    prefill.arrived(request)
+    request = arrived(prefill, for_decode())
     (first,) = prefill.take_step(Output({"r": 64}, [new("r", [5, 6])])).parts
     assert (first.blocks, first.computed, first.last) == ([[5, 6]], False, False)
     prefill.take_step(Output({"r": 36}, scheduled_cached_reqs=cached(r=(64, [7, 8]))))
@@ -252,8 +264,7 @@ def test_blocks_that_are_copied_first_are_lent_as_they_are_computed() -> None:
 def test_an_aborted_prompt_without_a_ticket_is_withdrawn_if_it_was_lent(when: str) -> None:
     """Otherwise the workers would remember it, and its ticket, for ever."""
     prefill = side(copied=True)
-    request = Request(kv_transfer_params=for_decode())
-    prefill.arrived(request)
+    request = arrived(prefill, for_decode())
     tickets = []
     if when != "in the queue":
         tickets = [one.ticket for one in prefill.take_step(Output({"r": 64}, [new("r", [5, 6])])).parts]
@@ -264,9 +275,8 @@ def test_an_aborted_prompt_without_a_ticket_is_withdrawn_if_it_was_lent(when: st
     assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw(ticket, ended=True) for ticket in tickets])
 
 
-def test_a_preempted_prompt_is_withdrawn_and_lent_again() -> None:
-    prefill = side()
-    prefill.arrived(Request(kv_transfer_params=for_decode("t")))
+def test_a_preempted_prompt_is_withdrawn_and_lent_again(prefill: SchedulerSide) -> None:
+    arrived(prefill, for_decode("t"))
     prefill.take_step(Output({"r": 64}, [new("r", [5, 6])]))
     assert prefill.take_step(Output(preempted_req_ids={"r", "other"})) == Step(withdrawn=[Withdraw("t", ended=False)])
     output = Output({"r": 96}, scheduled_cached_reqs=cached(r=(0, [1, 2, 3])))
@@ -313,9 +323,8 @@ def test_a_vllm_that_never_lends_layer_by_layer_logs_nothing_about_it(
     assert not caplog.text
 
 
-def test_a_request_of_which_computed_tokens_were_taken_back_is_not_handed_over() -> None:
+def test_a_request_of_which_computed_tokens_were_taken_back_is_not_handed_over(prefill: SchedulerSide) -> None:
     """With asynchronous scheduling, a later step may end it before its prompt is computed again."""
-    prefill = side()
     request = Request(kv_transfer_params=for_decode("t"), num_computed_tokens=99)
     assert finished(prefill, request, [5, 6, 7, 8]) is None
     assert prefill.take_step(Output()) == Step(withdrawn=[Withdraw("t", ended=True)])
@@ -336,11 +345,9 @@ def test_a_request_of_which_computed_tokens_were_taken_back_is_not_handed_over()
     ids=["all shared", "the second one shared", "partly computed", "taken back", "not begun", "others"],
 )
 def test_a_request_that_has_used_blocks_of_a_failed_load_is_not_handed_over(
-    computed: int, blocks: list[int], handed_over: bool, caplog: pytest.LogCaptureFixture
+    prefill: SchedulerSide, computed: int, blocks: list[int], handed_over: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefill = side()
-    request = Request(kv_transfer_params=for_decode("t"), num_computed_tokens=computed)
-    prefill.arrived(request)
+    request = arrived(prefill, for_decode("t"), num_computed_tokens=computed)
     prefill.invalid(set())
     prefill.invalid({5, 6})
     prefill.invalid({77})
@@ -353,17 +360,17 @@ def test_a_request_that_has_used_blocks_of_a_failed_load_is_not_handed_over(
     assert [send.ticket for send in step.sends] == (["t"] if handed_over else [])
 
 
-def test_a_failed_load_is_no_matter_of_later_requests() -> None:
-    prefill = side()
+def test_a_failed_load_is_no_matter_of_later_requests(prefill: SchedulerSide) -> None:
     prefill.invalid({5, 6})
     assert finished(prefill, Request(kv_transfer_params=for_decode("t")), [5, 6, 7, 8]) is not None
 
 
 @pytest.mark.parametrize(("computed", "again"), [(32, True), (96, True), (100, False)])
-def test_a_prompt_of_which_vllm_takes_computed_tokens_back_is_lent_again(computed: int, again: bool) -> None:
+def test_a_prompt_of_which_vllm_takes_computed_tokens_back_is_lent_again(
+    prefill: SchedulerSide, computed: int, again: bool
+) -> None:
     """There is no preemption: vLLM computes the tokens again in the same blocks."""
-    prefill = side()
-    prefill.arrived(Request(kv_transfer_params=for_decode("t")))
+    arrived(prefill, for_decode("t"))
     prefill.take_step(Output({"r": 36}, [new("r", [5, 6, 7, 8], 64)]))
     step = prefill.take_step(Output({"r": 101 - computed}, scheduled_cached_reqs=cached(r=(computed, None))))
     lent_again = Step(withdrawn=[Withdraw("t", ended=False)], parts=[part(1, 0, [5, 6, 7, 8], last=True)])
@@ -373,7 +380,7 @@ def test_a_prompt_of_which_vllm_takes_computed_tokens_back_is_lent_again(compute
 def test_a_part_that_is_computed_again_is_lent_again() -> None:
     """Also if vLLM computes less of the prompt than before."""
     prefill = side(copied=True)
-    prefill.arrived(Request(kv_transfer_params=for_decode()))
+    arrived(prefill, for_decode())
     (first,) = prefill.take_step(Output({"r": 10}, [new("r", [5, 6, 7], 64)])).parts
     step = prefill.take_step(Output({"r": 16}, scheduled_cached_reqs=cached(r=(32, None))))
     assert (step.withdrawn, [one.blocks for one in step.parts]) == ([Withdraw(first.ticket, ended=False)], [[[5]]])
@@ -412,8 +419,7 @@ def test_blocks_that_vllm_may_free_early_are_lent_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("ticket", ["", 1, None, "x" * 257, "é"])
-def test_a_bad_ticket_is_refused(ticket: Any, caplog: pytest.LogCaptureFixture) -> None:
-    prefill = side()
+def test_a_bad_ticket_is_refused(prefill: SchedulerSide, ticket: Any, caplog: pytest.LogCaptureFixture) -> None:
     params = {"do_remote_decode": True, "llm_datadist": {"ticket": ticket}}
     assert finished(prefill, Request(kv_transfer_params=params), [5, 6, 7, 8]) is None
     assert prefill.take_step(Output()) == Step()
@@ -421,8 +427,7 @@ def test_a_bad_ticket_is_refused(ticket: Any, caplog: pytest.LogCaptureFixture) 
     assert "kv_transfer_params['llm_datadist'] is invalid: Expected `str`" in caplog.text
 
 
-def test_a_ticket_names_one_request_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
-    prefill = side()
+def test_a_ticket_names_one_request_at_a_time(prefill: SchedulerSide, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (Request(name, kv_transfer_params=for_decode("t")) for name in ("one", "two"))
     prefill.arrived(first)
     assert finished(prefill, second, [1, 2, 3, 4]) is None
@@ -434,8 +439,7 @@ def test_a_ticket_names_one_request_at_a_time(caplog: pytest.LogCaptureFixture) 
     assert finished(prefill, second, [1, 2, 3, 4]) is not None
 
 
-def test_the_ticket_of_an_aborted_request_is_free() -> None:
-    prefill = side()
+def test_the_ticket_of_an_aborted_request_is_free(prefill: SchedulerSide) -> None:
     first, second = (Request(name, kv_transfer_params=for_decode("t")) for name in ("one", "two"))
     assert finished(prefill, first, [5, 6, 7, 8], complete=False) is None
     assert finished(prefill, second, [1, 2, 3, 4]) is not None
@@ -453,10 +457,8 @@ def test_tickets_cannot_be_guessed() -> None:
 HANDOVER = Handover.parse(handed_over(later=1), [32], DIGEST, ALLOWED)
 
 
-def test_decode_receives_what_it_has_not_computed() -> None:
-    decode = side()
-    request = Request(kv_transfer_params=handed_over())
-    decode.arrived(request)
+def test_decode_receives_what_it_has_not_computed(decode: SchedulerSide) -> None:
+    request = arrived(decode, handed_over())
     assert decode.take_step(Output()) == Step(awaited=[Await("r", HANDOVER)])
     assert decode.tokens_to_load(request, 64) == 36
     blocks = [Block(1, block_hash=b"cached"), Block(0, is_null=True), Block(3), Block(4)]
@@ -503,10 +505,8 @@ def test_data_parallel_ranks_have_ids_of_their_own(given: str, replica: int, mad
     assert unique_id(given, replica) == made
 
 
-def test_a_prompt_in_the_prefix_cache_needs_no_blocks() -> None:
-    decode = side()
-    request = Request(kv_transfer_params=handed_over())
-    decode.arrived(request)
+def test_a_prompt_in_the_prefix_cache_needs_no_blocks(decode: SchedulerSide) -> None:
+    request = arrived(decode, handed_over())
     assert decode.tokens_to_load(request, 100) == 0
     decode.allocated(request, [[Block(1), Block(2)]], 0)
     assert decode.take_step(Output()) == Step(awaited=[Await("r", HANDOVER)], cancelled=[Cancel("r")])
@@ -515,10 +515,8 @@ def test_a_prompt_in_the_prefix_cache_needs_no_blocks() -> None:
 
 
 @pytest.mark.parametrize("when", ["in the queue", "while it is received", "later"])
-def test_an_aborted_request_is_cancelled_unless_it_was_received(when: str) -> None:
-    decode = side()
-    request = Request(kv_transfer_params=handed_over())
-    decode.arrived(request)
+def test_an_aborted_request_is_cancelled_unless_it_was_received(decode: SchedulerSide, when: str) -> None:
+    request = arrived(decode, handed_over())
     if when != "in the queue":
         decode.allocated(request, [[Block(1), Block(2), Block(3), Block(4)]], 100)
     decode.take_step(Output())
@@ -551,8 +549,9 @@ def test_an_aborted_request_is_cancelled_unless_it_was_received(when: str) -> No
         {"decodes": 1025},
     ],
 )
-def test_a_handover_that_lies_is_computed_here(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    decode = side()
+def test_a_handover_that_lies_is_computed_here(
+    decode: SchedulerSide, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     request = Request(kv_transfer_params=handed_over(**changes))
     with pytest.raises(ValueError, match=r"kv_transfer_params|is not one of allowed_peers"):
         Handover.parse(request.kv_transfer_params or {}, [32], DIGEST, ALLOWED)
@@ -589,9 +588,8 @@ def test_parameters_that_lack_something_are_logged(params: Any, caplog: pytest.L
     assert "request r is not received from prefill: kv_transfer_params['llm_datadist'] " in caplog.text
 
 
-def test_another_connector_may_change_its_parameters() -> None:
+def test_another_connector_may_change_its_parameters(decode: SchedulerSide) -> None:
     """NIXL clears the flag of a request when it is asked first."""
-    decode = side()
     request = Request(kv_transfer_params={**handed_over(), "do_remote_prefill": True})
     assert to_load(decode, request) == 100
     request.kv_transfer_params["do_remote_prefill"] = False
@@ -600,8 +598,7 @@ def test_another_connector_may_change_its_parameters() -> None:
     assert request.kv_transfer_params == {**handed_over(), "do_remote_prefill": False}
 
 
-def test_a_request_that_another_connector_loads_is_cancelled() -> None:
-    decode = side()
+def test_a_request_that_another_connector_loads_is_cancelled(decode: SchedulerSide) -> None:
     request = Request(kv_transfer_params=handed_over())
     assert to_load(decode, request) == 100
     decode.allocated(request, [[Block(1), Block(2), Block(3), Block(4)]], 0)

@@ -13,7 +13,7 @@ import pytest
 from llm_datadist import Busy, GrantEnded, PeerLost, Timeout
 from llm_datadist.integrations.vllm.handover import Handover
 from llm_datadist.integrations.vllm.identity import Identity
-from llm_datadist.integrations.vllm.messages import MAX_REASON, Ask, Done, Gone, Hold, Lent
+from llm_datadist.integrations.vllm.messages import MAX_REASON, Ask, Done, Gone, Hold, Lent, Ready
 from llm_datadist.integrations.vllm.ranks import Shard
 from llm_datadist.integrations.vllm.receiving import Receiving
 from llm_datadist.integrations.vllm.step import Await, Receive
@@ -84,6 +84,11 @@ class Decode:
         self.receiving.completed(self.links[-1], None)
         return self.links[-1].result()
 
+    def linked(self, request: str, engine: str = NAME) -> Any:
+        """Begin a receive whose link is made at once. Return the peer."""
+        self.begin(request, engine)
+        return self.link_up()
+
 
 @pytest.fixture
 def decode() -> Decode:
@@ -96,16 +101,14 @@ def test_link_that_ended_before_its_call_was_reported_is_made_again(decode: Deco
     decode.link_up()
     assert "there is no link" in decode.outcomes[0].failure
     decode.refuses = False
-    decode.begin("two")
-    peer = decode.link_up()
+    peer = decode.linked("two")
     assert len(decode.links) == 2
     assert decode.kinds(peer) == [Hold, Ask]
 
 
 def test_every_receive_gets_its_link_from_the_engine(decode: Decode) -> None:
     """The engine knows which links exist, and returns one of them at once."""
-    decode.begin("one")
-    peer = decode.link_up()
+    peer = decode.linked("one")
     assert (peer.address, peer.name) == (f"{NAME}:1", f"{NAME}/0")
     decode.begin("two")
     assert (len(decode.links), decode.link_up()) == (2, peer)
@@ -149,8 +152,7 @@ def test_a_request_that_needs_no_blocks_is_released(decode: Decode, linked: bool
 
 @pytest.mark.parametrize("pulls", [True, False])
 def test_a_receive_that_is_aborted_ends_with_its_pulls(decode: Decode, pulls: bool) -> None:
-    decode.begin("one")
-    peer = decode.link_up()
+    peer = decode.linked("one")
     if pulls:
         decode.lend(peer)
     decode.receiving.cancel("one")
@@ -222,8 +224,7 @@ def test_silence_is_given_the_whole_time_limit(decode: Decode) -> None:
 
 
 def test_a_preempted_part_is_read_when_it_is_lent_again(decode: Decode) -> None:
-    decode.begin("one")
-    peer = decode.link_up()
+    peer = decode.linked("one")
     decode.lend(peer)
     decode.receiving.completed(decode.pulls[0], GrantEnded("revoked"))
     assert decode.outcomes == []
@@ -245,19 +246,26 @@ def test_receives_fail_in_the_order_of_their_deadlines(decode: Decode) -> None:
     assert "prefill has lent no blocks of it, and may have it in its queue" in decode.failures()[0]
 
 
-def test_link_is_progress(decode: Decode) -> None:
+def test_a_link_and_computed_layers_are_progress(decode: Decode) -> None:
+    """Layers also if decode cannot pull them yet. An older message is none."""
     decode.begin("one")
-    before = decode.receiving.next_due() or 0
-    decode.link_up()
-    assert (decode.receiving.next_due() or 0) > before
+    due = [decode.receiving.next_due()]
+    peer = decode.link_up()
+    due.append(decode.receiving.next_due())
+    decode.receiving.heard(peer, Lent("t", 0, 0, 0, [[5, 6, 7, 8]], [[b"grant"]], 0, True))
+    for layers in (1, 2, 1):
+        due.append(decode.receiving.next_due())
+        decode.receiving.heard(peer, Ready([("t", 0)], layers))
+    *earlier, last = due
+    assert sorted({*earlier}) == earlier
+    assert decode.receiving.next_due() == last
 
 
 def test_each_prefill_with_a_ticket_gets_done(decode: Decode) -> None:
     """A proxy has given a ticket to one prefill, and then to another one."""
     peers = []
     for engine in (NAME, "other"):
-        decode.begin(f"from {engine}", engine)
-        peers.append(decode.link_up())
+        peers.append(decode.linked(f"from {engine}", engine))
     for peer in peers:
         number = next(message.receive for to, message in decode.sent if to is peer and isinstance(message, Ask))
         decode.receiving.heard(peer, Gone("t", number, "over"))
@@ -331,8 +339,7 @@ def test_reason_of_a_peer_is_fit_for_the_log(decode: Decode) -> None:
 
 def test_a_peer_that_is_gone_gets_no_done(decode: Decode) -> None:
     """Its link has ended, so prefill has freed the blocks."""
-    decode.begin("one")
-    peer = decode.link_up()
+    peer = decode.linked("one")
     decode.refuses = True
     decode.receiving.unlinked(peer, "killed")
     assert decode.kinds() == [Hold, Ask]
