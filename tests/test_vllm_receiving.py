@@ -263,9 +263,7 @@ def test_a_link_and_computed_layers_are_progress(decode: Decode) -> None:
 
 def test_each_prefill_with_a_ticket_gets_done(decode: Decode) -> None:
     """A proxy has given a ticket to one prefill, and then to another one."""
-    peers = []
-    for engine in (NAME, "other"):
-        peers.append(decode.linked(f"from {engine}", engine))
+    peers = [decode.linked(f"from {engine}", engine) for engine in (NAME, "other")]
     for peer in peers:
         number = next(message.receive for to, message in decode.sent if to is peer and isinstance(message, Ask))
         decode.receiving.heard(peer, Gone("t", number, "over"))

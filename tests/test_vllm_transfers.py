@@ -78,9 +78,9 @@ class Side:
     def received(
         self, sequence: np.ndarray | None = None, *, name: str = "here", blocks: list[int] | None = None, first: int = 0
     ) -> None:
-        """Wait until a request is received, and check that none has failed, and its tokens from `first` on."""
+        """Wait until a request is received, and check that it has not failed, and its tokens from `first` on."""
         eventually(lambda: self.all_ended(name, "received"))
-        assert not any(worker.look().failed for worker in self.workers)
+        assert not any(name in worker.look().failed for worker in self.workers)
         if sequence is not None:
             tokens = sequence.shape[2]
             ours = blocks_of(self, tokens) if blocks is None else blocks
