@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, settings
 import cpp_programs
 import hixl_ends
 from ids import short
-from llm_datadist import LLMDataDist, LLMRole
+from llm_datadist import Keeper, LLMDataDist, LLMRole
 from peers import Ends
 
 if TYPE_CHECKING:
@@ -178,6 +178,12 @@ def one_sided(ends: Ends, transport: str) -> tuple[End, Peer]:
 def socket(tmp_path: Path) -> Path:
     """Return the path of the keeper's socket."""
     return tmp_path / "keeper"
+
+
+@pytest.fixture
+def keeper(socket: Path) -> Iterator[Keeper]:
+    with Keeper(memory="1MiB", value="4KiB", socket=socket) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -90,13 +90,6 @@ def test_random_operations_move_the_bytes_of_a_model(pair: Pair) -> None:
         assert pair.remote.bytes("m") == there
 
 
-def test_operations_whose_destinations_overlap_succeed(pair: Pair) -> None:
-    assert pair.move(READ, (0, 0, 1000), (500, 3000, 1000), (500, 9000, 10)) == hixl.SUCCESS
-    there = pattern(1, SIZE)
-    expected = there[:500] + there[9000:9010] + there[3010:4000]
-    assert pair.local.bytes("m")[:1500] == expected
-
-
 @pytest.mark.parametrize("op", [READ, WRITE])
 def test_last_of_32000_operations_between_two_ranges_wins(pair: Pair, op: int) -> None:
     draw = random.Random(7)  # noqa: S311

@@ -139,12 +139,6 @@ def module() -> Iterator[Any]:
         del sys.modules[NAME]
 
 
-@pytest.fixture
-def keeper(socket: Path) -> Iterator[Keeper]:
-    with Keeper(memory="1MiB", socket=socket, value="4KiB") as made:
-        yield made
-
-
 class Server:
     """An adapter, and what LMCache does with it: submit, wait for the signal, ask for the result."""
 

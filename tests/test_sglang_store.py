@@ -114,12 +114,6 @@ def module() -> Iterator[Any]:
         del sys.modules["llm_datadist.integrations.sglang"]
 
 
-@pytest.fixture
-def keeper(socket: Path) -> Iterator[Keeper]:
-    with Keeper(memory="1MiB", socket=socket, value="4KiB") as made:
-        yield made
-
-
 class Opener:
     """Opens storages as SGLang does, and closes them."""
 

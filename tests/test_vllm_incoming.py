@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from counted_lines import lines
 from llm_datadist.integrations.vllm import incoming as incoming_module
 from llm_datadist.integrations.vllm.group_caches import HEADS, PAGES, VIEWS
 from llm_datadist.integrations.vllm.incoming import MAX_AGAIN, MAX_PARTS, Incoming, Pull
 from llm_datadist.integrations.vllm.messages import Lent, Ready
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 RIGHT, WRONG = "right", "wrong"
 
@@ -290,7 +287,7 @@ def test_a_part_whose_blocks_have_arrived_is_not_pulled() -> None:
 def test_the_work_for_a_part_does_not_grow_with_their_number() -> None:
     """Counts the lines that run while a prompt of many parts is lent, computed and pulled layer by layer."""
 
-    def lines(parts: int) -> int:
+    def cost(parts: int) -> int:
         state = incoming([set(range(parts))])
         pulls: deque[Pull] = deque()
 
@@ -307,24 +304,10 @@ def test_the_work_for_a_part_does_not_grow_with_their_number() -> None:
                     state.done(pulls.popleft())
                     pulls.extend(state.start())
 
-        count = 0
-
-        def traced(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal count
-            if frame.f_code.co_filename != incoming_module.__file__:
-                return None
-            count += event == "line"
-            return traced
-
-        before = sys.gettrace()
-        sys.settrace(traced)
-        try:
-            drive()
-        finally:
-            sys.settrace(before)
+        count = lines(drive, incoming_module.__file__)
         assert state.complete
         return count
 
-    few, many = lines(256), lines(1024)
+    few, many = cost(256), cost(1024)
     assert few > 256
     assert many < 5 * few

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -19,6 +19,7 @@ from llm_datadist import Engine, Error, InvalidArgument, OutOfMemory
 from llm_datadist.integrations.vllm import interface
 from llm_datadist.integrations.vllm.host_buffers import HostBuffers
 from peers import LIMIT, eventually
+from stand_ins import put
 from vllm_device import FakeDevice
 
 if TYPE_CHECKING:
@@ -30,14 +31,11 @@ NAME = "llm_datadist.integrations.vllm.offloading"
 @pytest.fixture
 def offloading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(interface, "check", lambda *_: None)
-    stand_ins = {
+    modules: dict[str, dict[str, Any]] = {
         "vllm.v1.kv_offload.base": {"OffloadingWorker": object, "TransferResult": lambda *given: given},
         "vllm.v1.kv_offload.cpu.spec": {"CPUOffloadingSpec": object},
     }
-    for name, contents in stand_ins.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
+    put(monkeypatch, modules)
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     yield importlib.import_module(NAME)
     sys.modules.pop(NAME, None)
@@ -64,6 +62,7 @@ class Vllm:
     def __init__(
         self, offloading: Any, *, writable: bool = True, device: FakeDevice | None = None, **engine_options: Any
     ) -> None:
+        self.device: Any = device
         self.tensors = [Tensor(number, writable=writable) for number in range(2)]
         groups = [[SimpleNamespace(tensor_idx=index) for index in range(2)]]
         caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=one) for one in self.tensors], group_data_refs=groups)
@@ -79,6 +78,14 @@ class Vllm:
 
     def contents(self, block: int) -> list[int]:
         return [int(tensor.memory[block].sum()) for tensor in self.tensors]
+
+
+@pytest.fixture
+def vllm(offloading: Any) -> Iterator[Vllm]:
+    """A worker with a device."""
+    made = Vllm(offloading, device=FakeDevice())
+    yield made
+    made.worker.shutdown()
 
 
 def gpu(*blocks: int) -> Any:
@@ -141,14 +148,12 @@ def test_blocks_come_back_from_host_memory(offloading: Any, device: Any) -> None
     vllm.worker.shutdown()
 
 
-def test_copies_of_a_device_wait_for_the_model(offloading: Any) -> None:
+def test_copies_of_a_device_wait_for_the_model(vllm: Vllm) -> None:
     """It still computes what is stored, and still writes to the blocks that something is loaded to."""
-    device = FakeDevice()
-    vllm = Vllm(offloading, device=device)
 
     def model_writes(block: int, value: int) -> None:
         for tensor in vllm.tensors:
-            device.model.put(lambda memory=tensor.memory: memory[block].fill(value))
+            vllm.device.model.put(lambda memory=tensor.memory: memory[block].fill(value))
 
     for value in range(20):
         model_writes(3, value)
@@ -160,72 +165,61 @@ def test_copies_of_a_device_wait_for_the_model(offloading: Any) -> None:
     assert vllm.worker.get_finished() == []
     assert finished(vllm.worker, 2) == [(2, True, 2 * 64)]
     assert vllm.contents(5) == [19 * 64] * 2
-    vllm.worker.shutdown()
 
 
-def test_failed_copies_of_a_device_are_logged(offloading: Any, caplog: pytest.LogCaptureFixture) -> None:
-    device = FakeDevice()
-    vllm = Vllm(offloading, device=device)
-    device.failure = RuntimeError("the device is broken")
+def test_failed_copies_of_a_device_are_logged(vllm: Vllm, caplog: pytest.LogCaptureFixture) -> None:
+    vllm.device.failure = RuntimeError("the device is broken")
     assert vllm.worker.submit_store(1, gpu(3), chunks(0))
     assert finished(vllm.worker, 1) == [(1, False, 2 * 64)]
     assert "job 1 of the offloading failed: the device is broken" in caplog.text
-    device.failure = SystemExit()
+    vllm.device.failure = SystemExit()
     assert vllm.worker.submit_load(2, chunks(0), gpu(3))
     eventually(lambda: not vllm.worker._buffers.alive)
     assert not vllm.worker.submit_load(3, chunks(0), gpu(3))
     assert "job 3 of the offloading was not started: " in caplog.text
     assert [result[:2] for result in vllm.worker.get_finished()] == [(2, False)]
-    vllm.worker.shutdown()
 
 
-def test_wait_raises_while_a_copy_runs(offloading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_raises_while_a_copy_runs(offloading: Any, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM computes into the blocks after the wait, so a store that still runs would keep other bytes."""
-    device = FakeDevice()
-    vllm = Vllm(offloading, device=device)
-    device.gates["d2h"].clear()
+    vllm.device.gates["d2h"].clear()
     assert vllm.worker.submit_store(1, gpu(3), chunks(0))
     with monkeypatch.context() as patched:
         patched.setattr(offloading, "_WAIT_S", 0.1)
         with pytest.raises(RuntimeError, match=r"job 1 of the offloading has not ended within 0\.1 s"):
             vllm.worker.wait({1})
     assert vllm.worker.get_finished() == []
-    device.gates["d2h"].set()
+    vllm.device.gates["d2h"].set()
     assert finished(vllm.worker, 1) == [(1, True, 2 * 64)]
-    vllm.worker.shutdown()
 
 
-def test_wait_ends_the_jobs_of_a_thread_that_has_ended(offloading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_ends_the_jobs_of_a_thread_that_has_ended(
+    offloading: Any, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(offloading, "_WAIT_S", LIMIT)
-    device = FakeDevice()
-    vllm = Vllm(offloading, device=device)
-    device.gates["d2h"].clear()
-    device.failure = SystemExit()
+    vllm.device.gates["d2h"].clear()
+    vllm.device.failure = SystemExit()
     for job in range(3):
         assert vllm.worker.submit_store(job, gpu(job), chunks(job))
-    device.gates["d2h"].set()
+    vllm.device.gates["d2h"].set()
     vllm.worker.wait({0, 1, 2})
     assert [job.done() for job in vllm.worker._jobs] == [True] * 3
     assert [result[:2] for result in vllm.worker.get_finished()] == [(0, False), (1, False), (2, False)]
-    vllm.worker.shutdown()
 
 
-def test_wait_ends_no_job_while_the_other_direction_copies(offloading: Any) -> None:
+def test_wait_ends_no_job_while_the_other_direction_copies(vllm: Vllm) -> None:
     """The thread that loads has ended. The store still reads its blocks."""
-    device = FakeDevice()
-    vllm = Vllm(offloading, device=device)
-    device.gates["d2h"].clear()
+    vllm.device.gates["d2h"].clear()
     assert vllm.worker.submit_store(1, gpu(3), chunks(0))
-    eventually(lambda: device.copies)
-    load, device.failure = vllm.worker._buffers._loads, SystemExit()
+    eventually(lambda: vllm.device.copies)
+    load, vllm.device.failure = vllm.worker._buffers._loads, SystemExit()
     assert vllm.worker.submit_load(2, chunks(1), gpu(4))
     eventually(lambda: not load.alive)
-    device.failure = None
+    vllm.device.failure = None
     assert vllm.worker.get_finished() == []
-    device.gates["d2h"].set()
+    vllm.device.gates["d2h"].set()
     vllm.worker.wait({1, 2})
     assert sorted(result[:2] for result in vllm.worker.get_finished()) == [(1, True), (2, False)]
-    vllm.worker.shutdown()
 
 
 def test_a_job_that_is_refused_is_logged(offloading: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -69,12 +69,6 @@ def module(monkeypatch: pytest.MonkeyPatch, seed: vllm.Seed) -> Iterator[Any]:
     sys.modules.pop(NAME, None)
 
 
-@pytest.fixture
-def keeper(socket: Path) -> Iterator[Keeper]:
-    with Keeper(memory="1MiB", value=ROW, socket=socket) as opened:
-        yield opened
-
-
 class Tier:
     """A tier over a primary tier of its own, as its manager uses it."""
 
@@ -175,13 +169,6 @@ def test_a_server_loads_what_another_one_has_stored(start: Callable[..., Tier]) 
     assert one.counts() == {(STORES, "done"): 3}
     assert other.counts() == {(LOADS, "done"): 3}
     assert other.counts() == {}
-
-
-def test_groups_of_a_block_are_kept_apart(start: Callable[..., Tier]) -> None:
-    tier = start()
-    filled(tier, [key(1, 0)])
-    context = tier.begin("r", [key(1, 0), key(1, 1)])
-    assert tier.found(context, [key(1, 0), key(1, 1)]) == [HIT, MISS]
 
 
 def test_keys_of_other_hashes(start: Callable[..., Tier]) -> None:

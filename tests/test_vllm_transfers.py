@@ -185,20 +185,6 @@ def test_prefill_frees_what_decode_does_not_need(ranks: tuple[int, int]) -> None
         assert not any(worker.look().received for worker in decode.workers)
 
 
-def test_a_rank_that_gives_up_does_not_hold_the_blocks() -> None:
-    """The other rank reads them, and prefill frees them long before the lease ends."""
-    with sides({"lease_ms": 3_600_000}, {"ranks": 2}) as (prefill, decode):
-        prefill.send("there", [4])
-        reads, gives_up = decode.workers
-        held = [Await("here", prefill.handover("there"))]
-        reads.submit(Step(awaited=held, receives=[Receive("here", [[5]], 0, 30)]))
-        eventually(lambda: "here" in reads.look().received)
-        assert not prefill.workers[0].look().sent
-        gives_up.submit(Step(awaited=held, cancelled=[Cancel("here")]))
-        prefill.frees()
-        assert not reads.look().failed
-
-
 def failed_receive(prefill: Side, decode: Side) -> None:
     """Receive blocks 4 and 5 of a request, which fails."""
     decode.receive(prefill.handover("there"), 60)
@@ -249,17 +235,6 @@ def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
         time.sleep(0.1)
         prefill.workers[0].kill()
         decode.fails("broke")
-
-
-def test_an_aborted_receive_is_cancelled() -> None:
-    with sides(LONG, LONG) as (prefill, decode):
-        decode.receive(prefill.handover("there"), 30)
-        eventually(prefill.workers[0].held)
-        decode.do(cancelled=[Cancel("here")])
-        decode.received()
-        assert decode.workers[0].observed() is None
-        prefill.send("there", [4])
-        prefill.frees()
 
 
 def test_messages_that_a_peer_has_no_room_for_wait() -> None:

@@ -1,5 +1,5 @@
 // The class hixl::Hixl in one process: every status that can be provoked there, bad input, and bytes. Each command is one
-// test. Not for: peers in other processes, dead and stopped ones (hixl_end.cpp).
+// test. Not for: peers in other processes, dead and stopped ones (tests/test_hixl_*.py).
 #include <arpa/inet.h>
 #include <sys/socket.h>
 #include <unistd.h>

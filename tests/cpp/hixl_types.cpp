@@ -1,7 +1,7 @@
 // The headers of hixl and adxl in a second source file: nothing in them is defined twice. Also every number, key, default,
 // size and offset of the interface, written by hand.
 //
-// Not for: what calls do with them (hixl_calls.cpp, hixl_end.cpp).
+// Not for: what calls do with them (hixl_calls.cpp).
 #include <cstring>
 #include <map>
 #include <type_traits>
