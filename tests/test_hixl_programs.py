@@ -101,21 +101,3 @@ def test_direct_transport_registers_after_connecting_and_reconnects_to_refresh()
         assert receiver.transfer_sync(address, hixl.READ, ops, 30000) == hixl.PARAM_INVALID
     receiver.finalize()
     sender.finalize()
-
-
-def test_upstream_sample_reads_once_and_ends_everything() -> None:
-    resources = '{"comm_resource_config.protocol_desc": ["roce:device"]}'
-    options = {hixl.OPTION_AUTO_CONNECT: "1", hixl.OPTION_GLOBAL_RESOURCE_CONFIG: resources}
-    address = listener()
-    server, client = opened(address, options), opened("127.0.0.1:0", options)
-    memory, result = buffer(9), buffer()
-    served, handle = registered(server, memory, hixl.MEM_DEVICE), registered(client, result, hixl.MEM_DEVICE)
-    assert client.connect(address) == hixl.SUCCESS
-    ops = [hixl.TransferOpDesc(ctypes.addressof(result), ctypes.addressof(memory), SIZE)]
-    assert client.transfer_sync(address, hixl.READ, ops) == hixl.SUCCESS
-    assert result.raw == memory.raw
-    assert client.disconnect(address) == hixl.SUCCESS
-    assert client.deregister_mem(handle) == hixl.SUCCESS
-    assert server.deregister_mem(served) == hixl.SUCCESS
-    client.finalize()
-    server.finalize()

@@ -32,21 +32,20 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 
 def load() -> Any:
     """Import `arena.py` alone, because its package needs LMCache."""
-    name = "lmcache_arena"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "python/llm_datadist/integrations/lmcache/arena.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+    path = Path(__file__).parents[1] / "python/llm_datadist/integrations/lmcache/arena.py"
+    spec: Any = importlib.util.spec_from_file_location("lmcache_arena", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+arena = load()
 
 
 def _run(pipe: Connection, listen: str) -> None:
     memory = np.arange(SIZE // 2, dtype=np.uint16)
-    served = load().Arena(listen, memory.ctypes.data, SIZE, {})
+    served = arena.Arena(listen, memory.ctypes.data, SIZE, {})
     pipe.send(served.address)
     pipe.recv()
     served.close()
@@ -80,7 +79,7 @@ def memory() -> np.ndarray:
 
 @pytest.fixture
 def local(memory: np.ndarray) -> Iterator[Any]:
-    made = load().Arena("127.0.0.1:0", memory.ctypes.data, SIZE, {})
+    made = arena.Arena("127.0.0.1:0", memory.ctypes.data, SIZE, {})
     yield made
     made.close()
 
@@ -92,6 +91,13 @@ def remote() -> Iterator[Remote]:
     made.close()
 
 
+@pytest.fixture
+def reader(local: Any, remote: Remote) -> Iterator[Any]:
+    made = arena.ArenaReader(local, remote.address, LIMIT)
+    yield made
+    made.close()
+
+
 def ended(reader: Any, number: int) -> list[bool]:
     outcomes: list[list[bool]] = []
     eventually(lambda: outcomes.extend(filter(None, [reader.outcome(number)])) or outcomes)
@@ -99,7 +105,7 @@ def ended(reader: Any, number: int) -> list[bool]:
 
 
 def test_ranges_are_read(local: Any, remote: Remote, memory: np.ndarray) -> None:
-    reader = load().ArenaReader(local, f"tcp://{remote.address}", LIMIT)
+    reader = arena.ArenaReader(local, f"tcp://{remote.address}", LIMIT)
     local_ranges, remote_ranges = [(100, 50), (4096, 8192)], [(2000, 50), (SIZE - 8192, 8192)]
     assert ended(reader, reader.submit(local_ranges, remote_ranges)) == [True, True]
     source = np.arange(SIZE // 2, dtype=np.uint16).view(np.uint8)
@@ -111,8 +117,7 @@ def test_ranges_are_read(local: Any, remote: Remote, memory: np.ndarray) -> None
     reader.close()
 
 
-def test_ranges_that_do_not_fit_are_refused(local: Any, remote: Remote, memory: np.ndarray) -> None:
-    reader = load().ArenaReader(local, remote.address, LIMIT)
+def test_ranges_that_do_not_fit_are_refused(reader: Any, memory: np.ndarray) -> None:
     for local_ranges, remote_ranges in [
         ([], []),
         ([(0, 8)], []),
@@ -129,8 +134,7 @@ def test_ranges_that_do_not_fit_are_refused(local: Any, remote: Remote, memory: 
     assert not memory[8:16].any()
 
 
-def test_a_peer_may_be_restarted(local: Any, remote: Remote) -> None:
-    reader = load().ArenaReader(local, remote.address, LIMIT)
+def test_a_peer_may_be_restarted(reader: Any, remote: Remote) -> None:
     assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True]
     remote.kill()
     eventually(lambda: not reader._peer.alive)
@@ -146,20 +150,20 @@ def test_a_peer_may_be_restarted(local: Any, remote: Remote) -> None:
 def test_bad_arguments() -> None:
     for url in ("tcp://host:", ":7600", "host:port", "[::1", "127.0.0.1", "tcp://[::1]", "::1"):
         with pytest.raises(ValueError, match=r"url=.* is not an address: give host:port or \[ipv6\]:port"):
-            load().Arena(url, 4096, 8, {})
+            arena.Arena(url, 4096, 8, {})
     for options, text in [
         ({"token_fil": "/token"}, 'did you mean "token_file"'),
         ({"listen": "127.0.0.1:0"}, "'listen'"),
     ]:
         with pytest.raises(TypeError, match=text):
-            load().Arena("127.0.0.1:0", 4096, 8, options)
+            arena.Arena("127.0.0.1:0", 4096, 8, options)
     with pytest.raises(ValueError, match="copy_workers"):
-        load().Arena("127.0.0.1:0", 4096, 8, {"copy_workers": 0})
+        arena.Arena("127.0.0.1:0", 4096, 8, {"copy_workers": 0})
 
 
 def test_nobody_listens(local: Any) -> None:
     with pytest.raises(Error, match=r"127\.0\.0\.1:1"):
-        load().ArenaReader(local, "127.0.0.1:1", 0.2)
+        arena.ArenaReader(local, "127.0.0.1:1", 0.2)
 
 
 def skip_without(host: str) -> None:
@@ -177,7 +181,7 @@ def test_peers_are_reached_by_names_and_by_ipv6(local: Any, memory: np.ndarray, 
     remote = Remote(f"tcp://{host}:0")
     try:
         port = remote.address.rpartition(":")[2]
-        reader = load().ArenaReader(local, f"tcp://{host}:{port}", LIMIT)
+        reader = arena.ArenaReader(local, f"tcp://{host}:{port}", LIMIT)
         assert ended(reader, reader.submit([(0, 8)], [(8, 8)])) == [True]
         assert memory[:8].any()
     finally:
@@ -189,15 +193,15 @@ def test_a_failed_opening_frees_the_port(memory: np.ndarray, pointer: int) -> No
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises((Error, ValueError)):
-        load().Arena(listen, pointer, SIZE, {})
-    with closing(load().Arena(listen, memory.ctypes.data, SIZE, {})) as opened:
+        arena.Arena(listen, pointer, SIZE, {})
+    with closing(arena.Arena(listen, memory.ctypes.data, SIZE, {})) as opened:
         assert opened.address == listen
 
 
 def test_a_process_may_have_several_arenas(local: Any, memory: np.ndarray) -> None:
     other = np.full(SIZE, 7, np.uint8)
-    with closing(load().Arena("127.0.0.1:0", other.ctypes.data, SIZE, {})) as second:
-        reader = load().ArenaReader(local, second.address, LIMIT)
+    with closing(arena.Arena("127.0.0.1:0", other.ctypes.data, SIZE, {})) as second:
+        reader = arena.ArenaReader(local, second.address, LIMIT)
         assert ended(reader, reader.submit([(8, 8)], [(0, 8)])) == [True]
     assert memory[:24].tolist() == [0] * 8 + [7] * 8 + [0] * 8
 
@@ -206,16 +210,15 @@ def test_the_engine_allows_the_reads_that_a_reader_promises(
     memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[dict[str, Any]] = []
-    engine = load().Engine
-    monkeypatch.setattr(load(), "Engine", lambda **given: opened.append(given) or engine(**given))
+    engine = arena.Engine
+    monkeypatch.setattr(arena, "Engine", lambda **given: opened.append(given) or engine(**given))
     for options in ({}, {"max_transfers": 7}):
-        load().Arena("127.0.0.1:0", memory.ctypes.data, SIZE, options).close()
-    assert opened[0]["max_transfers"] > load()._MAX_TASKS == 65_536
+        arena.Arena("127.0.0.1:0", memory.ctypes.data, SIZE, options).close()
+    assert opened[0]["max_transfers"] > arena._MAX_TASKS == 65_536
     assert opened[1]["max_transfers"] == 7
 
 
-def test_the_log_says_why_a_read_failed(local: Any, remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
-    reader = load().ArenaReader(local, remote.address, LIMIT)
+def test_the_log_says_why_a_read_failed(reader: Any, remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
     # The peer refuses what leaves its arena.
     assert ended(reader, reader.submit([(0, 8), (8, 8)], [(4, 8), (SIZE - 4, 8)])) == [False, False]
     record = next(record for record in caplog.records if record.name == "llm_datadist.lmcache")
@@ -223,11 +226,9 @@ def test_the_log_says_why_a_read_failed(local: Any, remote: Remote, caplog: pyte
     text = record.getMessage()
     assert f"a read of the peer at {remote.address} failed: 2 ranges, 16 bytes, the first at offset 4: " in text
     assert text.partition("offset 4: ")[2]
-    reader.close()
 
 
-def test_the_log_says_why_a_read_was_not_started(local: Any, remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
-    reader = load().ArenaReader(local, remote.address, LIMIT)
+def test_the_log_says_why_a_read_was_not_started(reader: Any, remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
     remote.kill()
     eventually(lambda: not reader._peer.alive)
     assert reader.outcome(reader.submit([(0, 8)], [(8, 8)])) == [False]
@@ -237,12 +238,11 @@ def test_the_log_says_why_a_read_was_not_started(local: Any, remote: Remote, cap
 
 
 def test_a_dead_peer_does_not_flood_the_log(
-    local: Any, remote: Remote, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    reader: Any, remote: Remote, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time of the reader stands still until the test moves it."""
     now = 100.0
-    reader = load().ArenaReader(local, remote.address, LIMIT)
-    monkeypatch.setattr(load(), "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(arena, "time", SimpleNamespace(monotonic=lambda: now))
 
     def fails() -> None:
         assert ended(reader, reader.submit([(0, 8)], [(SIZE - 4, 8)])) == [False]
@@ -288,7 +288,7 @@ class Read:
 
 
 def closing_reader(*reads: Read) -> Any:
-    reader = load().ArenaReader.__new__(load().ArenaReader)
+    reader = arena.ArenaReader.__new__(arena.ArenaReader)
     reader._lock, reader._left_out, reader._url = threading.Lock(), 0, "peer"
     reader._tasks = {number: (read, [(0, 8)]) for number, read in enumerate(reads)}
     return reader

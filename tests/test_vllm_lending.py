@@ -307,17 +307,6 @@ def test_the_decodes_of_a_request_are_bounded(prefill: Prefill) -> None:
     assert prefill.freed == [("r", False)]
 
 
-def test_requests_that_are_not_lent_yet_are_held(prefill: Prefill) -> None:
-    prefill.asks(FIRST)
-    prefill.hold(SECOND)
-    prefill.lending.unlinked(SECOND)
-    prefill.lending.lend(part())
-    assert [type(one) for one in prefill.news(FIRST)] == [Lent]
-    prefill.finish()
-    prefill.done(FIRST)
-    assert prefill.freed == [("r", False)]
-
-
 @pytest.mark.parametrize("link_ends", [True, False])
 def test_a_request_that_decode_gives_up_before_it_is_lent_is_freed_at_once(prefill: Prefill, link_ends: bool) -> None:
     prefill.hold(FIRST)

@@ -162,18 +162,3 @@ def test_prefills_come_and_go() -> None:
             decode.fails("Connection refused", f"gone {number}")
         assert len(ports) == 4
         assert decode.workers[0].remembered() == {}
-
-
-def test_prefills_that_are_added_share_the_requests() -> None:
-    """Decode keeps one link for each prefill that lives, and none of one that has ended."""
-    with running("decode") as (decode,), ExitStack() as stack:
-        living = []
-        for number in range(4):
-            (prefill,) = stack.enter_context(running(f"prefill {number}"))
-            living.append(prefill)
-            for side in living:
-                hand_over(side, decode, f"{number} of {side.name}")
-            assert (decode.workers[0].peers(), decode.workers[0].remembered()) == (number + 1, {})
-        living[1].workers[0].kill()
-        eventually(lambda: decode.workers[0].peers() == 3)
-        hand_over(living[0], decode, "last")
