@@ -19,7 +19,7 @@ from llm_datadist.integrations.vllm.host_buffers import Copy, HostBuffers
 from llm_datadist.integrations.vllm.host_saves import HostSaves
 from llm_datadist.integrations.vllm.step import Cancel, Part, Withdraw
 from peers import LIMIT, eventually
-from test_vllm_layerwise import (
+from test_vllm_layerwise import (  # noqa: F401 - they run here again
     test_a_request_that_prefill_aborts_fails_the_receive,
     test_decode_reads_while_prefill_computes,
     test_late_decode_reads_computed_layers,
@@ -37,18 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from test_vllm_transfers import Side
-
-__all__ = [
-    "test_a_request_that_prefill_aborts_fails_the_receive",
-    "test_decode_reads_while_prefill_computes",
-    "test_late_decode_reads_computed_layers",
-    "test_model_failure_fails_receive",
-    "test_only_what_is_missing_is_read",
-    "test_preempted_request_is_read_again",
-    "test_preemption_during_pull_never_delivers_wrong_bytes",
-    "test_several_receives_with_one_ticket",
-    "test_step_without_end_does_not_complete_the_next_request",
-]
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,25 +9,18 @@ import pytest
 
 from llm_datadist.integrations.vllm.step import Await, Receive
 from peers import eventually, free_ports
-from test_vllm_transfers import LONG, TOKENS, Side, blocks_of, hand_over, sides, whole
+from test_vllm_transfers import LONG, TOKENS, Side, blocks_of, hand_over, sides, started, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 TOKEN = {"token": "0123456789abcdef"}
 TCP = {"transport": "tcp"}
 
 
-@contextmanager
-def running(*names: str, **given: Any) -> Iterator[list[Side]]:
+def running(*names: str, **given: Any) -> AbstractContextManager[tuple[Side, ...]]:
     """Start vLLMs with one worker each, or as many as `given` has."""
-    with ExitStack() as stack:
-        made = [Side(name, **{"ranks": 1, "heads": 2, **LONG, **given}) for name in names]
-        for side in made:
-            for worker in side.workers:
-                stack.callback(worker.close)
-                worker.ready()
-        yield made
+    return started(*[Side(name, **{"ranks": 1, "heads": 2, **LONG, **given}) for name in names])
 
 
 def test_data_parallel_ranks_of_one_host_do_not_collide() -> None:
@@ -96,9 +88,7 @@ def test_several_decodes_read_one_prefill_at_the_same_time() -> None:
     """Each has requests of its own. One that is killed takes nothing from the others."""
     with running("prefill", lease_ms=3_600_000) as (prefill,), running("one", "two", "killed") as decodes:
         names = {side.name: [f"{side.name} {number}" for number in range(20)] for side in decodes}
-        sequence = whole(2, TOKENS)
-        blocks = blocks_of(prefill, TOKENS)
-        prefill.workers[0].write(blocks, range(TOKENS), sequence)
+        sequence, blocks = prefill.compute(), blocks_of(prefill, TOKENS)
         for side in decodes:
             side.do(awaited=[Await(name, prefill.handover(name)) for name in names[side.name]])
         eventually(lambda: prefill.workers[0].held() == 60)
@@ -119,9 +109,7 @@ def test_several_decodes_read_one_prefill_at_the_same_time() -> None:
 def test_several_decodes_may_read_one_request() -> None:
     """The second one holds it after the first one has read it. Prefill waits for both, whatever their ranks."""
     with running("prefill") as (prefill,), running("one") as (one,), running("two", ranks=2) as (two,):
-        sequence = whole(2, TOKENS)
-        blocks = blocks_of(prefill, TOKENS)
-        prefill.workers[0].write(blocks, range(TOKENS), sequence)
+        sequence, blocks = prefill.compute(), blocks_of(prefill, TOKENS)
         prefill.send("there", blocks)
         for side in (one, two):
             assert not prefill.workers[0].look().sent

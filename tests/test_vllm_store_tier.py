@@ -723,29 +723,25 @@ def test_an_empty_hash_seed_is_one(
     assert caplog.text == ""
 
 
-def test_a_namespace_that_cannot_be_made_again(
-    alone: Callable[..., Tier], seed: vllm.Seed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def no_store(*_given: Any, **_named: Any) -> None:
+    raise Error("no")
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "reason"),
+    [("installed", lambda: "unknown", "ValueError: vllm must be known"), ("Store", no_store, "Error: no")],
+    ids=["a namespace", "a store"],
+)
+def test_what_cannot_be_made_again_finds_nothing(
+    alone: Callable[..., Tier], module: Any, seed: vllm.Seed, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, name: str, broken: Any, reason: str,
+) -> None:  # fmt: skip
     tier = alone()
-    monkeypatch.setattr(sys.modules[NAME], "installed", lambda: "unknown")
+    monkeypatch.setattr(module, name, broken)
     seed.value = "random"
-    assert tier.found(tier.begin("r", keys(1)), keys(1)) == [MISS]
-    assert "has failed: ValueError: vllm must be known" in caplog.text
-
-
-def test_a_store_that_cannot_be_opened_again(
-    alone: Callable[..., Tier], seed: vllm.Seed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tier = alone()
-
-    def refuse(*_given: Any, **_named: Any) -> None:
-        raise Error("no")
-
-    monkeypatch.setattr(sys.modules[NAME], "Store", refuse)
-    seed.value = "random"
-    for name in "r", "s":
-        assert tier.found(tier.begin(name, keys(1)), keys(1)) == [MISS]
-    assert "has failed: Error: no" in caplog.text
+    for request_name in "r", "s":
+        assert tier.found(tier.begin(request_name, keys(1)), keys(1)) == [MISS]
+    assert f"has failed: {reason}" in caplog.text
 
 
 def test_metrics_are_defined_before_anything_is_opened(

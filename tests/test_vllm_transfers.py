@@ -23,6 +23,7 @@ from vllm_workers import BLOCKS, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 TOKENS = 150
 PROMPT = "150:digest"
@@ -64,6 +65,13 @@ class Side:
             blocks = [block if index * self.block_size > first else 0 for index, block in ours]
         self.do(awaited=[Await(name, handover)], receives=[Receive(name, [blocks], first, tokens)])
 
+    def compute(self, heads: int = 2) -> np.ndarray:
+        """Write a sequence to its blocks, and return it."""
+        sequence = whole(heads, TOKENS)
+        for worker in self.workers:
+            worker.write(blocks_of(self, TOKENS), range(TOKENS), sequence)
+        return sequence
+
     def release(self, handover: Handover) -> None:
         """Hold a request of which nothing is needed."""
         self.do(awaited=[Await("here", handover)], cancelled=[Cancel("here")])
@@ -99,16 +107,20 @@ class Side:
 
 
 @contextmanager
-def sides(prefill: Any = (), decode: Any = (), **both: Any) -> Iterator[tuple[Side, Side]]:
+def started(*made: Side) -> Iterator[tuple[Side, ...]]:
+    """Wait until the workers of all sides are ready, and close them afterwards."""
+    workers = [worker for side in made for worker in side.workers]
     with ExitStack() as stack:
-        made = []
-        for name, given in (("prefill", prefill), ("decode", decode)):
-            made.append(Side(name, **{"ranks": 1, "heads": 2, **DEFAULTS, **both, **dict(given)}))
-            for worker in made[-1].workers:
-                stack.callback(worker.close)
-        for worker in [worker for side in made for worker in side.workers]:
+        for worker in workers:
+            stack.callback(worker.close)
+        for worker in workers:
             worker.ready()
-        yield made[0], made[1]
+        yield made
+
+
+def sides(prefill: Any = (), decode: Any = (), **both: Any) -> AbstractContextManager[tuple[Side, ...]]:
+    given = {"ranks": 1, "heads": 2, **DEFAULTS, **both}
+    return started(Side("prefill", **{**given, **dict(prefill)}), Side("decode", **{**given, **dict(decode)}))
 
 
 def whole(heads: int, tokens: int) -> np.ndarray:
@@ -125,9 +137,7 @@ def blocks_of(side: Side, tokens: int) -> list[int]:
 
 def hand_over(prefill: Side, decode: Side, name: str = "there") -> None:
     """Have decode receive a request of its own, and check its bytes and that prefill frees it."""
-    sequence = whole(2, TOKENS)
-    for worker in prefill.workers:
-        worker.write(blocks_of(prefill, TOKENS), range(TOKENS), sequence)
+    sequence = prefill.compute()
     prefill.send(name, blocks_of(prefill, TOKENS))
     decode.receive(prefill.handover(name), TOKENS, name=name)
     decode.received(sequence, name=name)
@@ -153,12 +163,9 @@ CASES = {
 def test_decode_has_the_tokens_of_prefill(case: str, isa: str, first: int) -> None:
     """All tokens from `first` on arrive, whatever the ranks and block sizes; both sides end, and nothing is left."""
     given = [{"heads": 4, **one} for one in CASES[case]]
-    sequence = whole(given[0]["heads"], TOKENS)
     with sides(*given, isa=isa) as (prefill, decode):
-        blocks = blocks_of(prefill, TOKENS)
-        for worker in prefill.workers:
-            worker.write(blocks, range(TOKENS), sequence)
-        prefill.send("there", blocks)
+        sequence = prefill.compute(given[0]["heads"])
+        prefill.send("there", blocks_of(prefill, TOKENS))
         decode.receive(prefill.handover("there"), TOKENS, first)
         decode.received(sequence, first=first)
         prefill.frees()
