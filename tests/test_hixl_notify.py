@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import hixl
-from hixl_ends import LIMIT, Child, End, connected, ends, listener, pattern
+from hixl_ends import LIMIT, Child, End, connected, ends, listener, paired, pattern
 
 pytestmark = [
     pytest.mark.usefixtures("hixl_way"),
@@ -46,16 +46,14 @@ def test_each_notification_arrives_once_and_in_order() -> None:
     + [(text, hixl.PARAM_INVALID) for text in ("x" * 1025, "𝄞" * 256 + "x", "\ud800")],
 )
 def test_texts_within_limits_arrive_and_others_are_refused(text: str, status: int) -> None:
-    with ends(End, End) as (target, sender):
-        address = target_of(target, sender)
-        assert sender.notify(address, text, "m") == sender.notify(address, "n", text) == status
-        assert target.notifies() == (hixl.SUCCESS, [(text, "m"), ("n", text)] if status == hixl.SUCCESS else [])
+    with connected(End, End) as pair:
+        assert pair.local.notify(pair.address, text, "m") == pair.local.notify(pair.address, "n", text) == status
+        assert pair.remote.notifies() == (hixl.SUCCESS, [(text, "m"), ("n", text)] if status == hixl.SUCCESS else [])
 
 
 def test_without_connection() -> None:
-    with ends(End, End) as (target, sender):
-        address = target_of(target)
-        sender.initialize("127.0.0.1:0")
+    with ends(End, End) as (sender, target):
+        address = paired(sender, target).address
         assert sender.notify(address, "n", "m") == hixl.NOT_CONNECTED
         assert sender.notify("nonsense", "n", "m") == hixl.NOT_CONNECTED
 
@@ -87,10 +85,9 @@ def test_notification_after_a_write_comes_after_its_bytes() -> None:
 
 def test_limit_of_one_millisecond() -> None:
     """Each call succeeds, or it times out and the notification is not delivered."""
-    with ends(Child, End) as (target, sender):
-        address = target_of(target, sender)
-        codes = [(k, sender.notify(address, "n", str(k), 1)) for k in range(300)]
+    with connected(End, Child) as pair:
+        codes = [(k, pair.local.notify(pair.address, "n", str(k), 1)) for k in range(300)]
         assert {code for _, code in codes} <= {hixl.SUCCESS, hixl.TIMEOUT}
-        assert sender.notify(address, "n", "end") == hixl.SUCCESS
+        assert pair.local.notify(pair.address, "n", "end") == hixl.SUCCESS
         arrived = [("n", str(k)) for k, code in codes if code == hixl.SUCCESS] + [("n", "end")]
-        assert target.notifies() == (hixl.SUCCESS, arrived)
+        assert pair.remote.notifies() == (hixl.SUCCESS, arrived)

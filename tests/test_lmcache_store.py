@@ -204,6 +204,11 @@ def server(keeper: Keeper, alone: Opener) -> Opener:
     return alone
 
 
+@pytest.fixture
+def one(server: Opener) -> Server:
+    return server()
+
+
 def leased(server: Server) -> int:
     store = server.adapter._stores._all()[0]
     return int(store.stats()["keeper"]["leased"])
@@ -222,8 +227,7 @@ def test_objects_are_found_by_another_server(server: Opener) -> None:
     assert into[:4] == objects
 
 
-def test_a_lookup_leases_objects_until_they_are_unlocked(server: Opener) -> None:
-    one = server()
+def test_a_lookup_leases_objects_until_they_are_unlocked(one: Server) -> None:
     one.store(KEYS[:3], [Object(seed) for seed in range(3)])
     assert leased(one) == 0
     one.lookup(KEYS)
@@ -234,8 +238,7 @@ def test_a_lookup_leases_objects_until_they_are_unlocked(server: Opener) -> None
     assert one.lookup(KEYS[:1]) == [True]
 
 
-def test_deleted_objects_are_gone(server: Opener) -> None:
-    one = server()
+def test_deleted_objects_are_gone(one: Server) -> None:
     one.adapter.delete(KEYS)  # there is no store yet
     one.store(KEYS[:3], [Object(seed) for seed in range(3)])
     one.adapter.delete(KEYS[1:])
@@ -243,8 +246,7 @@ def test_deleted_objects_are_gone(server: Opener) -> None:
 
 
 @pytest.mark.parametrize("name", ["chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"])
-def test_objects_with_other_keys_are_others(server: Opener, name: str) -> None:
-    one = server()
+def test_objects_with_other_keys_are_others(one: Server, name: str) -> None:
     one.store(KEYS[:1], [Object(0)])
     other: Any = {"chunk_hash": b"1", "kv_rank": 2, "object_group_id": 1}.get(name, "x")
     assert one.lookup([KEYS[0], replace(KEYS[0], **{name: other})]) == [True, False]
@@ -283,17 +285,15 @@ def test_servers_with_other_revisions_or_versions_share_nothing(
     assert "was not tested with lmcache 0.5.7; tested: 0.5.6" in caplog.text
 
 
-def test_an_object_with_one_shape_is_one_with_a_list_of_one(server: Opener) -> None:
-    one = server()
+def test_an_object_with_one_shape_is_one_with_a_list_of_one(one: Server) -> None:
     one.store(KEYS[:1], [Object(0, simple=True)])
     into = [Object()]
     assert one.load(KEYS[:1], into) == [True]
     assert into == [Object(0)]
 
 
-def test_a_lookup_without_a_layout_finds_what_this_server_knows(server: Opener) -> None:
+def test_a_lookup_without_a_layout_finds_what_this_server_knows(one: Server) -> None:
     """As LMCache's benchmark looks up."""
-    one = server()
     nothing = Layout(shapes=[], dtypes=[])
     assert one.lookup(KEYS[:1], nothing) == [False]
     one.store(KEYS[:1], [Object(0)])
@@ -357,8 +357,7 @@ def test_a_keeper_that_has_come_back_is_used_again(socket: Path, alone: Opener) 
     assert one.lookup(KEYS[:1]) == [False]
 
 
-def test_the_status_has_the_counts_of_all_layouts(server: Opener, socket: Path) -> None:
-    one = server()
+def test_the_status_has_the_counts_of_all_layouts(one: Server, socket: Path) -> None:
     assert one.adapter.report_status()["is_healthy"] is True
     one.store(KEYS[:1], [Object(0)])
     one.load(KEYS[:2], [Object(), Object()])
@@ -446,9 +445,8 @@ def test_tasks_above_the_bound_fail_at_once(
     assert one.store(KEYS[:1], [Object(0)]).ok
 
 
-def test_threads_start_with_the_adapter(server: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_start_with_the_adapter(one: Server, server: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task must not be reported as failed because its thread did not start, and then run all the same."""
-    one = server()
     before = len(list(Path("/proc/self/fd").iterdir()))
 
     start, left = threading.Thread.start, iter(range(2, -10, -1))
@@ -541,8 +539,7 @@ def test_the_status_does_not_end_connections(socket: Path, alone: Opener) -> Non
         eventually(lambda: one.adapter.report_status()["is_healthy"])
 
 
-def test_lookups_do_not_wait_for_copies(server: Opener, blocked: Blocked) -> None:
-    one = server()
+def test_lookups_do_not_wait_for_copies(one: Server, blocked: Blocked) -> None:
     task = one.adapter.submit_store_task(KEYS[:1], [Object(0)])
     assert blocked.entered.wait(LIMIT)
     assert one.lookup(KEYS[:1]) == [False]
@@ -559,8 +556,7 @@ def test_results_that_nobody_asks_for_are_bounded(server: Opener, module: Any, m
     assert [result is not None for result in results] == [False] * 6 + [True] * 4
 
 
-def test_a_signal_comes_after_its_result(server: Opener) -> None:
-    one = server()
+def test_a_signal_comes_after_its_result(one: Server) -> None:
     fd = one.adapter.get_lookup_and_lock_event_fd()
     for _ in range(200):
         task = one.adapter.submit_lookup_and_lock_task(KEYS, {0: LAYOUT})
@@ -604,9 +600,8 @@ def test_tasks_may_have_more_keys_than_a_call_of_the_store(socket: Path, alone: 
 
 
 def test_an_exception_ends_its_task(
-    server: Opener, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    one: Server, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = server()
 
     def fails(*_: object) -> list[bool]:
         raise OSError("no")
@@ -622,9 +617,8 @@ def test_an_exception_ends_its_task(
 
 
 def test_close_waits_for_the_task_that_runs_and_ends_those_that_wait(
-    server: Opener, blocked: Blocked, caplog: pytest.LogCaptureFixture
+    one: Server, blocked: Blocked, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = server()
     fds = [one.adapter.get_store_event_fd(), one.adapter.get_load_event_fd()]
     for _ in range(3):
         one.adapter.submit_load_task(KEYS[:1], [Object()])
@@ -646,9 +640,8 @@ def test_close_waits_for_the_task_that_runs_and_ends_those_that_wait(
     assert caplog.records == []
 
 
-def test_values_are_those_that_the_store_of_the_namespace_has(server: Opener, socket: Path) -> None:
+def test_values_are_those_that_the_store_of_the_namespace_has(one: Server, socket: Path) -> None:
     """Nothing is added to the bytes of an object."""
-    one = server()
     one.store(KEYS[:1], [Object(7)])
     layout = next(iter(one.adapter._stores._opened))
     facts = {"lmcache": "0.5.6", "layout": '[192, [[2, 3, 16]], ["torch.bfloat16"]]'}

@@ -153,6 +153,11 @@ def storage(keeper: Keeper, alone: Opener) -> Opener:
     return alone
 
 
+@pytest.fixture
+def server(storage: Opener) -> Any:
+    return storage()
+
+
 @pytest.mark.parametrize("pieces", [(PIECE, PIECE), (PIECE,), (PIECE, PIECE // 2), (64,) * 6, (96, 32) * 3])
 def test_pages_are_found_by_another_server(storage: Opener, pieces: tuple[int, ...]) -> None:
     pool = Pool(pieces)
@@ -182,8 +187,7 @@ def test_a_prefix_ends_at_the_first_page_that_is_missing(storage: Opener) -> Non
     assert pool.page(1) == pool.page(3) == pool.page(5)
 
 
-def test_a_page_without_one_of_its_pieces_is_missing(storage: Opener) -> None:
-    server = storage()
+def test_a_page_without_one_of_its_pieces_is_missing(server: Any) -> None:
     server.batch_set_v1(KEYS[:2], indices(0, 1))
     store, pieces = server._pages._stores[0]
     assert pieces == [0, 1]
@@ -360,8 +364,7 @@ def test_calls_have_one_time_limit_for_all_of_their_parts(storage: Opener) -> No
     assert max(silent.asked, default=0) <= 0.2
 
 
-def test_an_exception_of_the_store_is_a_miss(storage: Opener, caplog: pytest.LogCaptureFixture) -> None:
-    server = storage()
+def test_an_exception_of_the_store_is_a_miss(server: Any, caplog: pytest.LogCaptureFixture) -> None:
     for store, _ in server._pages._stores:
         store.close()
     assert server.batch_exists(KEYS) == 0
@@ -438,8 +441,7 @@ def test_three_threads_use_a_storage_until_it_is_closed(storage: Opener) -> None
     assert server.batch_exists(KEYS) == 0
 
 
-def test_generic_calls_find_and_store_nothing(storage: Opener) -> None:
-    server = storage()
+def test_generic_calls_find_and_store_nothing(server: Any) -> None:
     assert server.get("k") is None
     assert server.batch_get(KEYS) == [None] * 8
     assert server.set("k", b"") is False
@@ -450,8 +452,7 @@ def test_generic_calls_find_and_store_nothing(storage: Opener) -> None:
     server.close()
 
 
-def test_a_pool_that_is_registered_again_replaces_the_first_one(storage: Opener, socket: Path) -> None:
-    server = storage()
+def test_a_pool_that_is_registered_again_replaces_the_first_one(server: Any, socket: Path) -> None:
     server.register_mem_pool_host(Pool())
     assert server.batch_set_v1(KEYS[:1], indices(0)) == [True]
     with Store(socket, namespace="n", value=4096) as store:

@@ -148,6 +148,11 @@ def start(keeper: Keeper, alone: Callable[..., Tier]) -> Callable[..., Tier]:
     return alone
 
 
+@pytest.fixture
+def tier(start: Callable[..., Tier]) -> Tier:
+    return start()
+
+
 def filled(tier: Tier, wanted: list[bytes], name: str = "filled") -> vllm.Context:
     """Compute the chunks of a request, each with the first byte of its key, and store them."""
     context = tier.begin(name, wanted)
@@ -229,9 +234,8 @@ def test_chunks_that_are_gone_are_missed_by_that_request_only(start: Callable[..
     assert tier.found(tier.begin("r", wanted), wanted) == [HIT] * 4, "another request with the same id"
 
 
-def test_finished_requests_leave_nothing(start: Callable[..., Tier]) -> None:
+def test_finished_requests_leave_nothing(tier: Tier) -> None:
     """Also those whose loads fail afterwards."""
-    tier = start()
     context = tier.begin("r", keys(1))
     tier.submit("load", context, keys(1), [0])
     tier.tier.on_request_finished(context)
@@ -394,8 +398,7 @@ def test_no_exception_reaches_the_scheduler(alone: Callable[..., Tier], caplog: 
     assert "a fault of start_get" in caplog.text
 
 
-def test_rows_that_do_not_exist_fail_their_jobs(start: Callable[..., Tier], caplog: pytest.LogCaptureFixture) -> None:
-    tier = start()
+def test_rows_that_do_not_exist_fail_their_jobs(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
     context = filled(tier, keys(2))
     for kind, rows in ("load", [0, ROWS]), ("store", [-1, 0]):
         assert not tier.run(kind, context, keys(2), rows).success
@@ -404,8 +407,7 @@ def test_rows_that_do_not_exist_fail_their_jobs(start: Callable[..., Tier], capl
     assert "rows[0]=-1" in caplog.text
 
 
-def test_an_unknown_event_loses_no_other_one(start: Callable[..., Tier]) -> None:
-    tier = start()
+def test_an_unknown_event_loses_no_other_one(tier: Tier) -> None:
     context = tier.begin("r", keys(1))
     tier.tier._store.start_put([key(9)[-28:]], [bytes(ROW)])
     assert tier.run("store", context, keys(1), [0]).success
@@ -454,8 +456,7 @@ def stuck(tier: Tier) -> Stuck:
     return call
 
 
-def test_copies_that_outlast_their_store_are_reported(start: Callable[..., Tier], seed: vllm.Seed) -> None:
-    tier = start()
+def test_copies_that_outlast_their_store_are_reported(tier: Tier, seed: vllm.Seed) -> None:
     call = stuck(tier)
     seed.value = "random"
     context = filled(tier, keys(2))  # a new store
@@ -467,8 +468,7 @@ def test_copies_that_outlast_their_store_are_reported(start: Callable[..., Tier]
     assert tier.tier._left == []
 
 
-def test_shutdown_logs_copies_that_still_run(start: Callable[..., Tier], caplog: pytest.LogCaptureFixture) -> None:
-    tier = start()
+def test_shutdown_logs_copies_that_still_run(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
     call = stuck(tier)
     tier.tier.shutdown()
     assert "1 copies of the primary tier still run" in caplog.text
@@ -567,8 +567,7 @@ def test_chunks_are_counted_once_when_the_store_is_closed(alone: Callable[..., T
     assert tier.counts() == {(STORES, "failed"): 1}
 
 
-def test_calls_after_a_shutdown_find_nothing(start: Callable[..., Tier]) -> None:
-    tier = start()
+def test_calls_after_a_shutdown_find_nothing(tier: Tier) -> None:
     context = filled(tier, keys(1))
     tier.tier.shutdown()
     assert tier.found(context, keys(1)) == [MISS]
