@@ -217,6 +217,16 @@ def test_a_request_that_decode_holds_has_no_lease(prefill: Prefill) -> None:
     assert prefill.freed == [("r", False)]
 
 
+def test_a_request_that_is_held_when_it_finishes_has_no_lease(prefill: Prefill) -> None:
+    prefill.hold(FIRST)
+    prefill.lend_all()
+    assert prefill.lending.next_due() is None
+    prefill.lending.due(1e9)
+    assert prefill.freed == []
+    prefill.done()
+    assert prefill.freed == [("r", False)]
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_the_end_of_a_link_ends_what_the_peer_holds(prefill: Prefill, finished: bool) -> None:
     """If nobody else holds it: the ranks of decode may be those of two independent vLLMs, with one ticket."""

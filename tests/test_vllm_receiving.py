@@ -243,7 +243,8 @@ def test_receives_fail_in_the_order_of_their_deadlines(decode: Decode) -> None:
     assert due is not None
     decode.receiving.due(due)
     assert [outcome.request for outcome in decode.outcomes] == ["two"]
-    assert "prefill has lent no blocks of it, and may have it in its queue" in decode.failures()[0]
+    text = "no progress within 5 s; prefill has lent no blocks of it, and may have it in its queue"
+    assert text in decode.failures()[0]
 
 
 def test_a_link_and_computed_layers_are_progress(decode: Decode) -> None:

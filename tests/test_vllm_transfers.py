@@ -244,6 +244,18 @@ def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
         decode.fails("broke")
 
 
+def test_an_aborted_receive_is_cancelled() -> None:
+    """It counts neither as received nor as failed."""
+    with sides(LONG, LONG) as (prefill, decode):
+        decode.receive(prefill.handover("there"), 30)
+        eventually(prefill.workers[0].held)
+        decode.do(cancelled=[Cancel("here")])
+        decode.received()
+        assert decode.workers[0].observed() is None
+        prefill.send("there", [4])
+        prefill.frees()
+
+
 def test_messages_that_a_peer_has_no_room_for_wait() -> None:
     """Decode does not take its messages for a while, and prefill answers more requests than the engine queues."""
     names = [f"request {number}" for number in range(1500)]
