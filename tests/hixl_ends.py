@@ -182,13 +182,11 @@ class Child:
             padding.register(self, address)
         return status
 
-    def move(self, peer: str, op: int, ops: list[tuple[int, int, int]], limit: int = LIMIT) -> int:
-        moved: int = self.__getattr__("move")(peer, op, padding.added(self, peer, ops), limit)
-        return moved
+    def move(self, peer: str, op: int, ops: list[tuple[int, int, int]], limit: int = LIMIT) -> Any:
+        return self.__getattr__("move")(peer, op, padding.added(self, peer, ops), limit)
 
-    def submit(self, peer: str, op: int, ops: list[tuple[int, int, int]], user_data: int = 0) -> tuple[int, int]:
-        started: tuple[int, int] = self.__getattr__("submit")(peer, op, padding.added(self, peer, ops), user_data)
-        return started
+    def submit(self, peer: str, op: int, ops: list[tuple[int, int, int]], user_data: int = 0) -> Any:
+        return self.__getattr__("submit")(peer, op, padding.added(self, peer, ops), user_data)
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -275,13 +273,11 @@ class Pair:
     address: str  # of the target
     size: int = 4096
 
-    def connect(self, limit: int = LIMIT) -> int:
-        code: int = self.local.call("connect", self.address, limit)
-        return code
+    def connect(self, limit: int = LIMIT) -> Any:
+        return self.local.call("connect", self.address, limit)
 
-    def disconnect(self, limit: int = LIMIT) -> int:
-        code: int = self.local.call("disconnect", self.address, limit)
-        return code
+    def disconnect(self, limit: int = LIMIT) -> Any:
+        return self.local.call("disconnect", self.address, limit)
 
     def reconnect(self) -> None:
         assert self.disconnect() == hixl.SUCCESS
@@ -292,9 +288,8 @@ class Pair:
         given = ops or [(0, 0, self.size)]
         return [(self.local_address + here, self.remote_address + there, size) for here, there, size in given]
 
-    def move(self, op: int, *ops: tuple[int, int, int], limit: int = LIMIT) -> int:
-        code: int = self.local.move(self.address, op, self.at(*ops), limit)
-        return code
+    def move(self, op: int, *ops: tuple[int, int, int], limit: int = LIMIT) -> Any:
+        return self.local.move(self.address, op, self.at(*ops), limit)
 
     def submit(self, op: int, *ops: tuple[int, int, int], user_data: int = 0) -> int:
         """Start a transfer, and return its request."""
