@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use llm_datadist_core::testing::error::Result;
 use llm_datadist_core::testing::model::Deadline;
-use llm_datadist_core::testing::net::{Address, Interference, Listener, Stream, Transport, Way, unreachable};
+use llm_datadist_core::testing::net::{Address, Interference, Listener, Stream, Transport, Way};
 
 /// A fault in one direction. Bytes count from the start of the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,8 +30,6 @@ pub struct Faults {
     pub sending: Option<Fault>,
     /// Fault in the bytes that are received.
     pub receiving: Option<Fault>,
-    /// Whether dialing itself is refused.
-    pub refuse: bool,
 }
 
 /// A transport whose dialed streams have faults.
@@ -61,9 +59,6 @@ impl Transport for Faulty {
 
     fn dial(&self, to: &Address, deadline: Deadline) -> Result<Stream> {
         let faults = (self.faults)(self.dials.fetch_add(1, Ordering::Relaxed));
-        if faults.refuse {
-            return Err(unreachable(to, "connect to", Errno::CONNREFUSED));
-        }
         let mut stream = self.under.dial(to, deadline)?;
         let running = |fault| ArmedFault { fault, gone: AtomicU64::new(0) };
         stream.faults = Some(Box::new(Ways([faults.receiving, faults.sending].map(running))));

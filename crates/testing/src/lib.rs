@@ -3,7 +3,7 @@
 //! - [`oracle`] is a plain reference model of the engine.
 //! - [`SimDevice`] is a device whose memory the CPU cannot address.
 //! - [`Stall`] has reads of another process's memory wait.
-//! - [`Local`] is a transport within one process, and [`Faulty`] one whose streams break on request.
+//! - [`Faulty`] is a transport whose streams break on request.
 //!
 //! # What must not compile
 //!
@@ -88,12 +88,10 @@
 //! ```
 
 mod faulty;
-mod in_process;
 pub mod oracle;
 mod sim;
 mod stalled;
 
 pub use faulty::{Fault, Faults, Faulty};
-pub use in_process::Local;
 pub use sim::{SimDevice, host_address};
 pub use stalled::Stall;

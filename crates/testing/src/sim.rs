@@ -5,6 +5,7 @@
 //! device does not model the speed of any hardware. Its memory stays until the device drops. So a late copy
 //! after the end of a call writes to memory that still exists, where the test that checks for it can see it.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -41,7 +42,17 @@ pub struct SimDevice {
     reach: HostReach,
     fail_after: AtomicU64,
     copies: AtomicU64,
+    before_copies: Hook,
     memory: Mutex<Vec<Backing>>,
+}
+
+/// Called before each batch of copies.
+struct Hook(Box<dyn Fn() + Send + Sync>);
+
+impl fmt::Debug for Hook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hook")
+    }
 }
 
 /// The host memory that holds the bytes of one region.
@@ -59,8 +70,15 @@ impl SimDevice {
             reach,
             fail_after: AtomicU64::new(u64::MAX),
             copies: AtomicU64::new(0),
+            before_copies: Hook(Box::new(|| ())),
             memory: Mutex::new(Vec::new()),
         }
+    }
+
+    /// Calls `hook` on the copying thread before each batch of copies.
+    #[must_use]
+    pub fn before_copies(self, hook: impl Fn() + Send + Sync + 'static) -> Self {
+        SimDevice { before_copies: Hook(Box::new(hook)), ..self }
     }
 
     /// Makes every copy after the next `copies` ones fail.
@@ -124,6 +142,7 @@ impl Device for SimDevice {
 
 impl Copier for SimDevice {
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
+        (self.before_copies.0)();
         batch.iter().flat_map(|copy| copy.pairs()).try_for_each(|pair| self.one(pair, kernel))
     }
 }

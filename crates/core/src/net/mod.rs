@@ -1,7 +1,7 @@
 //! Transports to another engine. Each can dial an address and listen at one, and both give a [`Stream`].
 //!
 //! ```text
-//!  Transport  tcp (hosts)   unix (one host, carries descriptors)   crates/testing: in_process (one process)
+//!  Transport  tcp (hosts)   unix (one host, carries descriptors)
 //!      │ dial, accept
 //!      ▼
 //!   Stream    frames with deadlines, descriptors, windows; one socket, whichever transport made it
@@ -65,9 +65,6 @@ pub enum Address {
     Tcp(SocketAddr),
     /// An abstract socket name, visible in one network namespace.
     Unix(String),
-    /// A name that is valid in this process.
-    #[cfg(feature = "testing")]
-    Local(String),
 }
 
 impl fmt::Display for Address {
@@ -75,8 +72,6 @@ impl fmt::Display for Address {
         match self {
             Address::Tcp(address) => address.fmt(f),
             Address::Unix(name) => write!(f, "unix:@{name}"),
-            #[cfg(feature = "testing")]
-            Address::Local(name) => write!(f, "local:{name}"),
         }
     }
 }

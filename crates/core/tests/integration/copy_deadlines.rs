@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{Cache, SwapInPath};
+use llm_datadist_core::bindings::{Cache, Config, SwapInPath};
 use llm_datadist_core::testing::copy::{CopyEngine, Staging};
-use llm_datadist_core::testing::device::{self, Copier, Copy, DeviceSet, HostReach};
-use llm_datadist_core::testing::memory::kernels::Kernel;
-use llm_datadist_core::testing::memory::{Region, Tensors};
-use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, Placement};
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::memory::Tensors;
+use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement};
 use llm_datadist_testing::SimDevice;
 
 use crate::fixtures::{
@@ -24,37 +23,23 @@ use Placement::{Device, Host};
 const ROWS: usize = 160;
 const ROW: usize = 64 << 10;
 
-/// A device during whose first copy the limit of every call passes. It notes which threads copy.
-#[derive(Debug)]
+/// A device at whose first copy the limit of every call passes. It notes which threads copy.
 struct Late {
-    sim: SimDevice,
+    sim: Arc<SimDevice>,
     passed: &'static AtomicBool,
-    threads: Mutex<HashSet<(String, ThreadId)>>,
+    threads: Arc<Mutex<HashSet<(String, ThreadId)>>>,
 }
 
 impl Late {
-    fn new(reach: HostReach) -> Arc<Late> {
-        let passed = Box::leak(Box::new(AtomicBool::new(false)));
-        Arc::new(Late { sim: SimDevice::new(reach), passed, threads: Mutex::default() })
-    }
-}
-
-impl device::Device for Late {
-    fn allocate(&self, name: &str, len: u64) -> Result<Region, Error> {
-        self.sim.allocate(name, len)
-    }
-
-    fn host_reach(&self) -> HostReach {
-        self.sim.host_reach()
-    }
-}
-
-impl Copier for Late {
-    fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<(), Error> {
-        self.threads.lock().unwrap().insert((this_thread(), thread::current().id()));
-        self.sim.copy(batch, kernel)?;
-        self.passed.store(true, Ordering::SeqCst);
-        Ok(())
+    fn new(reach: HostReach) -> Late {
+        let passed: &AtomicBool = Box::leak(Box::new(AtomicBool::new(false)));
+        let threads = Arc::<Mutex<HashSet<_>>>::default();
+        let seen = threads.clone();
+        let sim = SimDevice::new(reach).before_copies(move || {
+            seen.lock().unwrap().insert((this_thread(), thread::current().id()));
+            passed.store(true, Ordering::SeqCst);
+        });
+        Late { sim: Arc::new(sim), passed, threads }
     }
 }
 
@@ -84,9 +69,8 @@ fn outlasts_its_limit(
 ) {
     for workers in [1, 4] {
         let device = Late::new(reach);
-        let mut config = config(64 << 20);
-        (config.swap_in, config.copy_workers) = (swap_in, Some(workers));
-        let engine = engine_on(config, device.clone()).over_when(device.passed).interrupted_by(|| true);
+        let config = Config { swap_in, copy_workers: Some(workers), ..config(64 << 20) };
+        let engine = engine_on(config, device.sim.clone()).over_when(device.passed).interrupted_by(|| true);
         let [host, remote, back] = [Host, Device, Host]
             .map(|placement| engine.allocate(&desc(placement, 1, ROWS, ROW), Blocks, &[]).unwrap());
         let bytes = |seed| patterned(seed, 1, ROWS * ROW).remove(0);
@@ -151,9 +135,8 @@ fn a_copy_that_has_begun_outlasts_its_limit() {
 fn a_limit_on_the_whole_copy_ends_it_half_way() {
     for path in [SwapInPath::Auto, SwapInPath::Ring] {
         let device = Late::new(Direct);
-        let devices = DeviceSet::with_device(device.clone());
-        let mut config = config(1 << 20);
-        config.copy_workers = Some(1);
+        let devices = DeviceSet::with_device(device.sim.clone());
+        let config = Config { copy_workers: Some(1), ..config(1 << 20) };
         let engine = CopyEngine::new(&config, devices.clone());
         let len = (ROWS * ROW) as u64;
         let [src, dst] = [Host, Device].map(|placement| {

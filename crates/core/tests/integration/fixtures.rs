@@ -21,9 +21,11 @@ use llm_datadist_core::testing::plan::{CopyPlan, Moves, Pieces, Span, Template, 
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Adopted, CacheDesc, CacheKind, ClusterId, DataType, Deadline, Error, ErrorKind, KvLayout, KvPlanes,
-    Placement, Result, TokenOrder,
+    Placement, Result, TokenOrder, Transfer,
 };
-use llm_datadist_testing::{Local, SimDevice, host_address};
+use llm_datadist_testing::{SimDevice, host_address};
+use proptest::strategy::Strategy;
+use proptest::test_runner::{TestCaseError, TestRunner};
 use tracing::{Level, Subscriber, span};
 
 use crate::emulation::{self, emulated};
@@ -65,6 +67,10 @@ impl Chance {
     pub fn below(&mut self, most: u64) -> u64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % most
+    }
+
+    pub fn index(&mut self, most: usize) -> usize {
+        self.below(most as u64) as usize
     }
 
     pub fn shuffle<T>(&mut self, all: &mut [T]) {
@@ -183,6 +189,12 @@ pub fn same_rows(rows: i64) -> Vec<(i64, i64)> {
 /// A cache of an engine, as one end of a copy.
 pub fn end(cache: &Arc<Cache>) -> End {
     End::Managed(cache.id())
+}
+
+/// The number of bytes of a transfer that ends, or its failure.
+pub fn outcome(transfer: &Transfer) -> Result<u64> {
+    assert!(transfer.wait(soon()).unwrap(), "the transfer did not end");
+    transfer.outcome().expect("it has ended")
 }
 
 /// Reads the bytes that `error` reports as copied, and those of the whole call.
@@ -361,8 +373,13 @@ impl Copier for Gated {
 
 /// Returns a configuration with both pools of `bytes`, 64 KiB pages, and a limit that no test reaches by accident.
 pub fn config(bytes: u64) -> Config {
+    pools(bytes, 16)
+}
+
+/// As [`config`], with pages of 2^`page_shift` bytes.
+pub fn pools(memory_size: u64, page_shift: u32) -> Config {
     let mut config = Config::new(Role::Prompt, ClusterId(1));
-    config.device_pool = Some(PoolConfig { memory_size: bytes, page_shift: 16 });
+    config.device_pool = Some(PoolConfig { memory_size, page_shift });
     config.host_pool = config.device_pool;
     config.sync_timeout = Duration::from_secs(60);
     config
@@ -380,6 +397,13 @@ pub fn proptest_cases(default: u32) -> proptest::test_runner::Config {
         cases: asked.unwrap_or_else(affordable),
         failure_persistence: None,
         ..proptest::test_runner::Config::default()
+    }
+}
+
+/// Runs `test` for values of the strategy, like `proptest!`, but where the test can count them.
+pub fn for_all<S: Strategy>(cases: u32, values: &S, test: impl Fn(S::Value) -> Result<(), TestCaseError>) {
+    if let Err(error) = TestRunner::new(proptest_cases(cases)).run(values, test) {
+        panic!("{error}");
     }
 }
 
@@ -466,19 +490,15 @@ impl Subscriber for EventLog {
 
 /// Both ends of a stream in this process.
 pub fn local_streams(name: &str) -> (Stream, Stream) {
-    let transport = Local::default();
-    let at = Address::Local(name.to_owned());
-    let listener = transport.listen(&at).unwrap();
-    let dialled = transport.dial(&at, soon()).unwrap();
+    let at = Address::Unix(format!("llm_datadist-{name}-{}-{:?}", std::process::id(), Instant::now()));
+    let listener = Unix.listen(&at).unwrap();
+    let dialled = Unix.dial(&at, soon()).unwrap();
     (dialled, accepted(&*listener).unwrap())
 }
 
 /// As [`local_streams`], with rings.
 pub fn ringed_streams(name: &str) -> (Stream, Stream) {
-    let at = Address::Unix(format!("llm_datadist-{name}-{}-{:?}", std::process::id(), Instant::now()));
-    let listener = Unix.listen(&at).unwrap();
-    let dialled = Unix.dial(&at, soon()).unwrap();
-    let accepted = accepted(&*listener).unwrap();
+    let (dialled, accepted) = local_streams(name);
     share_rings(&dialled, &accepted);
     (dialled, accepted)
 }

@@ -37,8 +37,8 @@ mod streams;
 mod verification;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
-use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{
@@ -50,7 +50,7 @@ use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, 
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, Deadline, Placement, Result};
 
-use llm_datadist_testing::{Local, SimDevice};
+use llm_datadist_testing::SimDevice;
 
 pub use crate::fixtures::LONG;
 use crate::fixtures::{self, Gated, Own, eventually};
@@ -59,7 +59,7 @@ use crate::log;
 /// How two engines reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// Pairs of sockets inside the process.
+    /// Local sockets in the place of TCP.
     Local,
     /// Local sockets, memory shared.
     Shm,
@@ -78,15 +78,20 @@ const WAYS: [Way; 6] = [Way::Local, Way::Shm, Way::Tcp, Way::ShmDevice, Way::Tcp
 /// The ways with sockets of the kernel.
 const SOCKETS: [Way; 5] = [Way::Shm, Way::Tcp, Way::ShmDevice, Way::TcpDevice, Way::Fabric];
 
-/// The local transport with ports as addresses, because links use ports.
+/// Local sockets with ports as addresses, because links use ports.
 #[derive(Debug)]
 struct Ports;
 
 #[derive(Debug)]
 struct Port(Box<dyn Listener>, SocketAddr);
 
-static NAMES: LazyLock<Local> = LazyLock::new(Local::default);
 static NEXT_PORT: AtomicU16 = AtomicU16::new(1);
+
+impl Ports {
+    fn named(port: &Address) -> Address {
+        Address::Unix(format!("llm_datadist-{port}-{}", std::process::id()))
+    }
+}
 
 impl Transport for Ports {
     fn name(&self) -> &'static str {
@@ -94,15 +99,15 @@ impl Transport for Ports {
     }
 
     fn dial(&self, to: &Address, deadline: Deadline) -> Result<Stream> {
-        NAMES.dial(&Address::Local(to.to_string()), deadline)
+        Unix.dial(&Self::named(to), deadline)
     }
 
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
-        let Address::Tcp(mut at) = *at else { return NAMES.listen(at) };
+        let Address::Tcp(mut at) = *at else { return Unix.listen(at) };
         if at.port() == 0 {
             at.set_port(NEXT_PORT.fetch_add(1, Ordering::Relaxed));
         }
-        Ok(Box::new(Port(NAMES.listen(&Address::Local(at.to_string()))?, at)))
+        Ok(Box::new(Port(Unix.listen(&Self::named(&Address::Tcp(at)))?, at)))
     }
 }
 

@@ -1,4 +1,4 @@
-//! The cases that every transport must pass: TCP, local sockets, and socket pairs inside the process.
+//! The cases that every transport must pass: TCP and local sockets.
 //!
 //! The content of the frames is tested in `protocol`.
 
@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::protocol::{self, HANDSHAKE_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
-use llm_datadist_testing::Local;
 
 use crate::counting_allocator;
 use crate::fixtures::{accepted, pattern, share_rings, skipped, soon};
@@ -41,9 +40,7 @@ fn cases() -> Vec<Case> {
     let tcp =
         |at: &str| Case { transport: Arc::new(Tcp), at: Address::Tcp(at.parse().unwrap()), rings: false };
     let unix = Case { transport: Arc::new(Unix), at: Address::Unix(unique("runner")), rings: false };
-    let at = Address::Local(unique("runner"));
-    let local = Case { transport: Arc::new(Local::default()), at, rings: false };
-    let mut cases = vec![tcp("127.0.0.1:0"), unix, local];
+    let mut cases = vec![tcp("127.0.0.1:0"), unix];
     if std::net::TcpListener::bind("[::1]:0").is_ok() {
         cases.push(tcp("[::1]:0"));
     } else {
@@ -394,15 +391,14 @@ fn full_tcp_queue_times_out() {
 }
 
 #[test]
-fn full_local_queue_refuses_or_times_out_until_there_is_room() {
-    for (case, expected) in cases()[1..3].iter().zip([ErrorKind::Timeout, ErrorKind::LinkFailed]) {
-        let listener = case.transport.listen(&case.at).unwrap();
-        let (queue, error) = fill_queue(&*case.transport, &case.at);
-        assert!(queue.len() > 1);
-        assert_eq!(error.kind(), expected, "{error}");
-        accepted(&*listener).unwrap();
-        case.transport.dial(&case.at, soon()).unwrap();
-    }
+fn full_local_queue_times_out_until_there_is_room() {
+    let at = Address::Unix(unique("queue"));
+    let listener = Unix.listen(&at).unwrap();
+    let (queue, error) = fill_queue(&Unix, &at);
+    assert!(queue.len() > 1);
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    accepted(&*listener).unwrap();
+    Unix.dial(&at, soon()).unwrap();
 }
 
 #[test]
