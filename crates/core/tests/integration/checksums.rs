@@ -1,6 +1,6 @@
 //! The blocks of a plan against a naive twin, and checksums against the bytes that they stand for.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use llm_datadist_core::bindings::{CacheKey, Config, Name, Role};
 use llm_datadist_core::testing::checksums::Checksums;
@@ -14,7 +14,7 @@ use llm_datadist_core::{CacheId, CacheKind, ClusterId, Deadline, ErrorKind, Plac
 use llm_datadist_testing::SimDevice;
 use proptest::prelude::*;
 
-use crate::fixtures::{block_plan, config, desc, engine_on, listed, patterned, proptest_cases};
+use crate::fixtures::{block_plan, config, desc, engine_on, listed, patterned, proptest_cases, soon};
 
 const ROW: u64 = 12;
 
@@ -121,7 +121,7 @@ fn checksums_keep_their_values() {
     assert!(others.iter().all(|&other| other != known), "another cache, generation, request or content");
 }
 
-/// Memory of a device is hashed through host memory, with the same result.
+/// Memory of a device is hashed through host memory, many small pieces at a time, with the same result.
 #[test]
 fn memory_of_a_device_has_the_checksums_of_its_bytes() {
     let device = std::sync::Arc::new(SimDevice::new(HostReach::Staged));
@@ -154,10 +154,18 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
             block.value()
         })
         .collect();
-    let deadline = Deadline::after(std::time::Duration::from_secs(20));
-    for (cache, placement) in [(&host, Placement::Host), (&far, Placement::Device)] {
-        let memory = (tensors(cache), placement);
-        let sums = copies.block_sums(memory, (&asked, Side::Source), checksums.clone(), deadline).unwrap();
+    let short = Span { src: 5, dst: 0, len: 3, count: 900, src_step: 7, dst_step: 3 };
+    let long = Span { src: 7000, dst: 2700, len: 12_000, count: 1, src_step: 0, dst_step: 0 };
+    let small = Template::new((20_000, 20_000), vec![(6, 0), (1, 1), (3, 2)], vec![short, long]);
+    let (src, dst) = (TensorSteps { first: 0, step: 2 }, TensorSteps::consecutive(0));
+    let small = CopyPlan::from_templates(2, src, dst, listed(vec![small])).unwrap();
+    let memories = [(tensors(&host), Placement::Host), (tensors(&far), Placement::Device)];
+    let of_small = memories
+        .map(|memory| copies.block_sums(memory, (&small, Side::Source), checksums.clone(), soon()).unwrap());
+    assert_eq!(of_small[0], of_small[1]);
+    assert_eq!(of_small[0].iter().collect::<BTreeSet<_>>().len(), 3);
+    for memory in memories {
+        let sums = copies.block_sums(memory, (&asked, Side::Source), checksums.clone(), soon()).unwrap();
         assert_eq!(sums, expected);
         let passed = Deadline::after(std::time::Duration::ZERO);
         for count in [1, 64] {
@@ -171,7 +179,7 @@ fn memory_of_a_device_has_the_checksums_of_its_bytes() {
     // 32 units. Each thread takes one host buffer after the other, and returns it for the next unit.
     let many = plan(0, 3, vec![template(200_000, (0..32).map(|at| (0, at)).collect(), 0, 200_000)]);
     let memory = (tensors(&far), Placement::Device);
-    copies.block_sums(memory, (&many, Side::Source), checksums, deadline).unwrap();
+    copies.block_sums(memory, (&many, Side::Source), checksums, soon()).unwrap();
     let buffers = copies.idle_host_buffers();
     assert!((1..=copies.workers().count()).contains(&buffers), "{buffers} host buffers for 32 units");
 }

@@ -5,35 +5,23 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{Config, Name, Role, RowSizes};
+use llm_datadist_core::bindings::{Name, RowSizes};
 use llm_datadist_core::testing::checksums::Checksums;
-use llm_datadist_core::testing::copy::CopyEngine;
-use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::copy::{CopyEngine, Staging};
 use llm_datadist_core::testing::memory::Tensors;
-use llm_datadist_core::testing::plan::{
-    BlockSizes, CopyPlan, KvPart, MAX_TEMPLATES, PartLimits, Side, Span, Template, TensorSteps,
-};
+use llm_datadist_core::testing::plan::{BlockSizes, CopyPlan, MAX_TEMPLATES, PartLimits, Side, Template};
 use llm_datadist_core::testing::protocol::{self, HEADER, MESSAGE_LIMIT, WirePlan};
-use llm_datadist_core::testing::tensors;
-use llm_datadist_core::{CacheId, CacheKind, ClusterId, Deadline, KvLayout, KvPlanes, Placement, TokenOrder};
-use llm_datadist_testing::SimDevice;
+use llm_datadist_core::{CacheId, KvLayout, KvPlanes, Placement, TokenOrder};
 use proptest::prelude::*;
-use proptest::test_runner::TestRunner;
 
 use super::{Case, Holder, Moved, between, block_list, cases, rank, whole};
-use crate::fixtures::{
-    self, Buffer, local_streams, pattern, proptest_cases, shared_copy_engine, soon, tensors_over,
-};
+use crate::fixtures::{Buffer, for_all, local_streams, pattern, shared_copy_engine, soon, tensors_over};
 use crate::socket_copies::SocketCopies as _;
 
 /// The plan as the peer has it that receives it in a message.
-fn received(plan: &CopyPlan) -> CopyPlan {
+pub fn received(plan: &CopyPlan) -> CopyPlan {
     let frame = protocol::encode(&WirePlan::try_from(plan).unwrap()).unwrap();
     CopyPlan::try_from(protocol::decode::<WirePlan>(&frame[HEADER..]).unwrap()).unwrap()
-}
-
-fn part(case: &Case) -> KvPart {
-    KvPart::common(&case.src.layout, &case.dst.layout).unwrap()
 }
 
 /// Where the rows of one side lie.
@@ -71,7 +59,7 @@ fn sums(engine: &CopyEngine, plan: &CopyPlan, end: Side, memory: &Arc<Tensors>) 
 }
 
 /// Whether spans of the plan are repeated.
-fn repeats(plan: &CopyPlan) -> bool {
+pub fn repeats(plan: &CopyPlan) -> bool {
     plan.templates().iter().any(|template| template.pairs.len() > 1)
 }
 
@@ -84,49 +72,27 @@ fn pieces(plan: &CopyPlan) -> Vec<(u64, u64, u64)> {
         .collect()
 }
 
+/// In memory, and through a stream: first the request, then the bytes. The receiver knows the plan only from the request.
 #[test]
-fn plans_in_messages_move_what_the_twin_moves() {
-    let seen = std::cell::Cell::new((0u32, 0u32));
-    let outcome = TestRunner::new(proptest_cases(3000)).run(&cases(), |case| {
-        let part = part(&case);
-        let sent = case.plan(&part).unwrap();
-        let templates = sent.iter().any(repeats);
-        let received: Vec<_> = sent.iter().map(received).collect();
-        prop_assert!(case.moved(&received) == case.twin(&part), "the received plan moves other elements");
-        for (sent, received) in sent.iter().zip(&received) {
-            prop_assert_eq!(pieces(sent), pieces(received), "in the same order");
-            let rows = |plan: &CopyPlan| {
-                (
-                    plan.touched_rows(Side::Source, case.src.row_stride).unwrap(),
-                    plan.touched_rows(Side::Destination, case.dst.row_stride).unwrap(),
-                )
-            };
-            prop_assert_eq!(rows(sent), rows(received));
-        }
-        seen.set((seen.get().0 + 1, seen.get().1 + u32::from(templates)));
-        Ok(())
-    });
-    if let Err(error) = outcome {
-        panic!("{error}");
-    }
-    let (all, templates) = seen.get();
-    assert!(all < 1000 || templates >= all / 4, "{templates} of {all} have templates");
-}
-
-/// The request and then the bytes go through a stream. The receiver knows the plan only from the request.
-#[test]
-fn a_plan_and_its_bytes_go_through_a_stream() {
+fn plans_between_layouts_move_bytes() {
     let shuffled = |side: Holder| Holder { blocks: block_list(50, 60, 5, false), rows: 60, ..side };
     let fused = KvLayout { kv: KvPlanes::KThenV, order: TokenOrder::Hnd, ..rank(8, 4, 1) };
     let there = between(shuffled(whole(rank(8, 2, 0), 50)), shuffled(whole(fused, 50)));
     let back = between(there.dst.clone(), there.src.clone());
     let engine = shared_copy_engine();
     for case in [there, back] {
-        let part = part(&case);
+        let part = case.common();
         let plans = case.plan(&part).unwrap();
-        assert!(plans.iter().all(repeats));
+        assert!(plans.len() == 2 && plans.iter().all(repeats));
         let ((source, src), (expected, _)) = (memory(&case.src, 1), memory(&case.dst, 2));
         move_elements(&case, &case.twin(&part), &source, &expected);
+        let all = case.dst.num_tensors() as usize * (case.dst.rows * case.dst.row_stride) as usize;
+        let (written, dst) = memory(&case.dst, 2);
+        for plan in plans.clone() {
+            let (from, to) = ((&src, Placement::Host), (&dst, Placement::Host));
+            engine.run(plan, from, to, Staging::DEFAULT, soon(), &Arc::default()).unwrap();
+        }
+        assert!(written.read(0, all) == expected.read(0, all), "in memory");
         let (written, dst) = memory(&case.dst, 2);
         let (local, remote) = local_streams("kv_layouts_wire");
         for plan in &plans {
@@ -142,8 +108,7 @@ fn a_plan_and_its_bytes_go_through_a_stream() {
                 engine.receive(&plan, bytes, &dst, &remote, soon(), &Arc::default()).unwrap();
             });
         }
-        let all = case.dst.num_tensors() as usize * (case.dst.rows * case.dst.row_stride) as usize;
-        assert!(written.read(0, all) == expected.read(0, all));
+        assert!(written.read(0, all) == expected.read(0, all), "through a stream");
     }
 }
 
@@ -154,8 +119,8 @@ fn pairs_have_equal_checksums_on_both_sides() {
     let seen = std::cell::Cell::new(0u32);
     let engine = shared_copy_engine();
     let positions = (cases(), any::<prop::sample::Index>(), any::<u32>(), prop::option::of(any::<u64>()));
-    let outcome = TestRunner::new(proptest_cases(600)).run(&positions, |(case, element, bit, sample)| {
-        let part = part(&case);
+    for_all(600, &positions, |(case, element, bit, sample)| {
+        let part = case.common();
         let plans = case.plan(&part).unwrap();
         let moved = case.twin(&part);
         let ((source, src), (copied, dst)) = (memory(&case.src, 1), memory(&case.dst, 2));
@@ -185,9 +150,6 @@ fn pairs_have_equal_checksums_on_both_sides() {
         seen.set(seen.get() + u32::from(different == 1));
         Ok(())
     });
-    if let Err(error) = outcome {
-        panic!("{error}");
-    }
     assert!(seen.get() > 0);
 }
 
@@ -196,7 +158,7 @@ fn pairs_have_equal_checksums_on_both_sides() {
 fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
     let hnd = KvLayout { order: TokenOrder::Hnd, ..rank(8, 2, 0) };
     let case = between(whole(rank(8, 2, 0), 6), whole(hnd, 6));
-    let plan = &case.plan(&part(&case)).unwrap()[0];
+    let plan = &case.plan(&case.common()).unwrap()[0];
     let template = &plan.templates()[0];
     assert_eq!((template.pairs.len(), template.spans.len()), (6, 4));
     let (source, src) = memory(&case.src, 1);
@@ -211,37 +173,6 @@ fn the_checksum_of_a_pair_is_that_of_its_pieces_in_order() {
         block.value()
     });
     assert_eq!(sums(shared_copy_engine(), plan, Side::Source, &src), expected.collect::<Vec<_>>());
-    let passed = Deadline::after(Duration::ZERO);
-    let blocks = (plan, Side::Source);
-    let late = shared_copy_engine().block_sums((&src, Placement::Host), blocks, bound(), passed).unwrap_err();
-    assert_eq!(late.kind(), llm_datadist_core::ErrorKind::Timeout);
-}
-
-/// Small pieces of a device are read through host memory, many at a time, with the same result.
-#[test]
-fn pairs_on_a_device_have_the_checksums_of_their_bytes() {
-    let device = Arc::new(SimDevice::new(HostReach::Staged));
-    let engine = fixtures::engine_on(fixtures::config(4 << 20), device.clone());
-    let shape = |placement| fixtures::desc(placement, 3, 8, 20_000);
-    let host = engine.allocate(&shape(Placement::Host), CacheKind::Blocks, &[]).unwrap();
-    let on_device = engine.allocate(&shape(Placement::Device), CacheKind::Blocks, &[]).unwrap();
-    fixtures::fill(&host, &fixtures::patterned(3, 3, 160_000));
-    let rows: Vec<_> = (0..8).map(|row| (row, row)).collect();
-    engine.swap_blocks(&fixtures::end(&host), &fixtures::end(&on_device), &rows).run().unwrap();
-    let short = Span { src: 5, dst: 0, len: 3, count: 900, src_step: 7, dst_step: 3 };
-    let long = Span { src: 7000, dst: 2700, len: 12_000, count: 1, src_step: 0, dst_step: 0 };
-    let pairs = vec![(6, 0), (1, 1), (3, 2)];
-    let template = Template::new((20_000, 20_000), pairs, vec![short, long]);
-    let (src, dst) = (TensorSteps { first: 0, step: 2 }, TensorSteps { first: 0, step: 1 });
-    let plan = CopyPlan::from_templates(2, src, dst, fixtures::listed(vec![template])).unwrap();
-    let config = Config::new(Role::Mix, ClusterId(1));
-    let copies = CopyEngine::new(&config, DeviceSet::with_device(device));
-    let sums = |cache, placement| {
-        copies.block_sums((tensors(cache), placement), (&plan, Side::Source), bound(), soon()).unwrap()
-    };
-    let on_host = sums(&host, Placement::Host);
-    assert_eq!(sums(&on_device, Placement::Device), on_host);
-    assert_eq!(on_host.iter().collect::<std::collections::BTreeSet<_>>().len(), 3);
 }
 
 /// Every byte that a plan writes, with the byte that it reads.
@@ -257,55 +188,48 @@ fn bytes_of(plan: &CopyPlan) -> BTreeMap<u64, u64> {
 #[test]
 fn the_pairs_of_all_requests_are_those_of_the_plan() {
     let limits = (1..2000u64, 1..20usize, any::<bool>(), any::<u64>());
-    let outcome = TestRunner::new(proptest_cases(600)).run(
-        &(cases(), limits),
-        |(case, (bytes, pairs, read, random))| {
-            let (local, side) = if read { (Side::Source, &case.src) } else { (Side::Destination, &case.dst) };
-            let sizes = BlockSizes { local, rows: rows_of(side), most: u64::MAX };
-            for plan in case.plan(&part(&case)).unwrap() {
-                let all = plan.compared(sizes, None).unwrap();
-                let (mut found, mut blocks) = (BTreeMap::new(), 0);
-                for part in all.parts(PartLimits { bytes, pairs }) {
-                    let part = part.unwrap();
-                    let total: u64 = part.bytes() / u64::from(part.num_tensors());
-                    prop_assert!(part.num_pairs() == 1 || part.num_pairs() <= pairs && total <= bytes);
-                    prop_assert!(part.num_pairs() > 0 && part.templates().len() <= MAX_TEMPLATES);
-                    blocks += part.num_pairs();
-                    for template in part.templates().iter() {
-                        for (pair, block) in template.pairs.iter().zip(template.pair_blocks()) {
-                            let row = block.start(local) / side.row_stride;
-                            let mut ranges = template.ranges(*pair, local);
-                            let inside = |at| at / side.row_stride == row;
-                            prop_assert!(ranges.all(|(at, len)| inside(at) && inside(at + len - 1)));
-                        }
+    for_all(600, &(cases(), limits), |(case, (bytes, pairs, read, random))| {
+        let (local, side) = if read { (Side::Source, &case.src) } else { (Side::Destination, &case.dst) };
+        let sizes = BlockSizes { local, rows: rows_of(side), most: u64::MAX };
+        for plan in case.plan(&case.common()).unwrap() {
+            let all = plan.compared(sizes, None).unwrap();
+            let (mut found, mut blocks) = (BTreeMap::new(), 0);
+            for part in all.parts(PartLimits { bytes, pairs }) {
+                let part = part.unwrap();
+                let total: u64 = part.bytes() / u64::from(part.num_tensors());
+                prop_assert!(part.num_pairs() == 1 || part.num_pairs() <= pairs && total <= bytes);
+                prop_assert!(part.num_pairs() > 0 && part.templates().len() <= MAX_TEMPLATES);
+                blocks += part.num_pairs();
+                for template in part.templates().iter() {
+                    for (pair, block) in template.pairs.iter().zip(template.pair_blocks()) {
+                        let row = block.start(local) / side.row_stride;
+                        let mut ranges = template.ranges(*pair, local);
+                        let inside = |at| at / side.row_stride == row;
+                        prop_assert!(ranges.all(|(at, len)| inside(at) && inside(at + len - 1)));
                     }
-                    found.extend(bytes_of(&part));
                 }
-                prop_assert_eq!(&found, &bytes_of(&plan));
-                let some = plan.compared(sizes, Some(random)).unwrap();
-                prop_assert!(some.num_pairs() > 0 && some.num_pairs() <= blocks.div_ceil(64));
-                prop_assert!(bytes_of(&some).into_iter().all(|(dst, src)| found.get(&dst) == Some(&src)));
+                found.extend(bytes_of(&part));
             }
-            Ok(())
-        },
-    );
-    if let Err(error) = outcome {
-        panic!("{error}");
-    }
+            prop_assert_eq!(&found, &bytes_of(&plan));
+            let some = plan.compared(sizes, Some(random)).unwrap();
+            prop_assert!(some.num_pairs() > 0 && some.num_pairs() <= blocks.div_ceil(64));
+            prop_assert!(bytes_of(&some).into_iter().all(|(dst, src)| found.get(&dst) == Some(&src)));
+        }
+        Ok(())
+    });
 }
 
 /// A plan that the peer would refuse fails here, before anything is sent.
 #[test]
 fn plans_with_too_many_pieces_are_not_sent() {
     let tokens = |order, tokens_per_block| {
-        let mut layout = KvLayout { order, tokens_per_block, ..rank(16, 1, 0) };
-        (layout.head_dim, layout.layers) = (1, 0..1);
+        let layout = KvLayout { order, tokens_per_block, head_dim: 1, layers: 0..1, ..rank(16, 1, 0) };
         whole(layout, (1 << 22) / u64::from(tokens_per_block))
     };
     let sent = |src: Holder, mut dst: Holder, stride: u64| {
         dst.row_stride = stride;
         let case = between(src, dst);
-        let plan = case.plan(&part(&case)).unwrap().remove(0);
+        let plan = case.plan(&case.common()).unwrap().remove(0);
         (plan.num_pieces(), WirePlan::try_from(&plan))
     };
     let (nhd, hnd) = (TokenOrder::Nhd, TokenOrder::Hnd);
@@ -323,15 +247,14 @@ fn plans_with_too_many_pieces_are_not_sent() {
     assert!(error.to_string().contains("more than 67108864 pieces in one tensor"), "{error}");
     // Full blocks and the tail of another one are checked by their positions, however many pieces they have.
     let rows_with_gaps = |order| {
-        let mut layout = KvLayout { order, kv: KvPlanes::KThenV, ..rank(8, 1, 0) };
-        (layout.head_dim, layout.layers) = (128, 0..1);
-        let mut side = whole(layout, 4101);
+        let rank = KvLayout { head_dim: 128, layers: 0..1, ..rank(8, 1, 0) };
+        let mut side = whole(KvLayout { order, kv: KvPlanes::KThenV, ..rank }, 4101);
         side.row_stride = side.row_bytes() + 2;
         side
     };
     let mut case = between(rows_with_gaps(nhd), rows_with_gaps(hnd));
     (case.src.tokens, case.dst.tokens) = (Some(0..4100 * 16 + 5), Some(0..4100 * 16 + 5));
-    let plan = case.plan(&part(&case)).unwrap().remove(0);
+    let plan = case.plan(&case.common()).unwrap().remove(0);
     assert_eq!((plan.templates().len(), plan.num_pieces()), (2, 4100 * 256 + 80));
     assert!(CopyPlan::try_from(WirePlan::try_from(&plan).unwrap()).is_ok());
     // Blocks inside larger ones, at distances without a common divisor, cannot be checked for overlaps.
@@ -346,14 +269,13 @@ fn plans_with_too_many_pieces_are_not_sent() {
 #[test]
 fn runs_of_several_lengths_share_the_spans_of_a_message() {
     let tokens = |tokens_per_block, blocks: Vec<u64>| {
-        let mut layout = KvLayout { tokens_per_block, ..rank(1, 1, 0) };
-        (layout.head_dim, layout.layers) = (1, 0..1);
+        let layout = KvLayout { tokens_per_block, head_dim: 1, layers: 0..1, ..rank(1, 1, 0) };
         Holder { blocks, ..whole(layout, 240_000 / u64::from(tokens_per_block)) }
     };
     // Groups of 12 tokens, of which each two change positions.
     let swapped = |size: u64, count: u64| (0..count).map(|k| ((k / size) ^ 1) * size + k % size).collect();
     let case = between(tokens(3, (0..80_000).collect()), tokens(2, swapped(6, 120_000)));
-    let plan = case.plan(&part(&case)).unwrap().remove(0);
+    let plan = case.plan(&case.common()).unwrap().remove(0);
     let forms: Vec<_> =
         plan.templates().iter().map(|template| (template.pairs.len(), template.spans.len())).collect();
     assert_eq!(forms, [(1, 40_000), (80_000, 1)]);
