@@ -7,9 +7,7 @@ use std::mem;
 use std::ops::Range;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{
-    CacheKey, DataDist, End, Geometry, KvGeometry, Layers, Name, PoolConfig, Rows, Words,
-};
+use llm_datadist_core::bindings::{CacheKey, DataDist, End, Geometry, KvGeometry, Layers, Name, Rows, Words};
 use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
 use llm_datadist_core::testing::plan::{
     CacheCount, CopyPlan, KvPart, KvSequence, Moves, Piece, Pieces, Side, Span, Template, Templates,
@@ -26,8 +24,8 @@ use llm_datadist_core::{
 
 use crate::counting_allocator;
 use crate::fixtures::{
-    Own, block_moves, block_plan, config, desc, kv_layout, listed, local_streams, patterned, pin_reads,
-    pin_writes, plan_of_peer, try_adopt,
+    Own, block_moves, block_plan, desc, kv_layout, listed, local_streams, patterned, pin_reads, pin_writes,
+    plan_of_peer, pools, try_adopt,
 };
 
 /// The least size of a list of these tests. Allocations of a constant size are smaller.
@@ -76,10 +74,7 @@ fn only_fails<T>(what: &str, least: usize, work: impl Fn() -> Result<T>) {
 }
 
 fn engine() -> DataDist {
-    let mut config = config(1);
-    config.device_pool = Some(PoolConfig { memory_size: 32 << 20, page_shift: 12 });
-    config.host_pool = config.device_pool;
-    DataDist::open(config).unwrap()
+    DataDist::open(pools(32 << 20, 12)).unwrap()
 }
 
 fn shuffled(k: u64) -> u64 {

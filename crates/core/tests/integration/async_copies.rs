@@ -4,17 +4,35 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{Cache, DataDist, SubRow};
+use llm_datadist_core::bindings::{Cache, Config, DataDist, SubRow};
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, Event, Placement, Transfer, Verify};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fixtures::{
-    Gated, LONG, Own, config, contents, desc, end, engine_on, fill, patterned, pin_writes,
+    Gated, LONG, Own, config, contents, desc, end, engine_on, fill, outcome, patterned, pin_writes,
 };
 use crate::moved::after_the_move;
 
 const ROW: usize = 4096;
+
+/// A device and a host cache, with the same bytes.
+fn caches(engine: &DataDist) -> [Arc<Cache>; 2] {
+    [Placement::Device, Placement::Host].map(|placement| {
+        let cache = engine.allocate(&desc(placement, 2, 16, ROW), CacheKind::Blocks, &[]).unwrap();
+        fill(&cache, &patterned(3, 2, 16 * ROW));
+        cache
+    })
+}
+
+/// The transfers that have ended, from the queue of events.
+fn ended(engine: &DataDist, most: usize) -> Vec<Arc<Transfer>> {
+    let transfer = |event| match event {
+        Event::Completed(transfer) => transfer,
+        other => panic!("{other:?}"),
+    };
+    engine.poll(most).unwrap().into_iter().map(transfer).collect()
+}
 
 /// An engine whose device copies wait while the gate is shut, and a blocks cache of each placement.
 struct Bench {
@@ -27,13 +45,8 @@ struct Bench {
 impl Bench {
     fn new(most: usize) -> Bench {
         let gate = Gated::new(HostReach::Direct);
-        let mut config = config(4 << 20);
-        config.max_transfers = most;
-        let engine = engine_on(config, gate.clone());
-        let cache =
-            |placement| engine.allocate(&desc(placement, 2, 16, ROW), CacheKind::Blocks, &[]).unwrap();
-        let (device, host) = (cache(Placement::Device), cache(Placement::Host));
-        fill(&host, &patterned(3, 2, 16 * ROW));
+        let engine = engine_on(Config { max_transfers: most, ..config(4 << 20) }, gate.clone());
+        let [device, host] = caches(&engine);
         Bench { gate, engine, device, host }
     }
 
@@ -50,17 +63,8 @@ impl Bench {
     }
 
     fn polled_at_most(&self, most: usize) -> Vec<u64> {
-        let number = |event| match event {
-            Event::Completed(transfer) => transfer.number(),
-            other => panic!("{other:?}"),
-        };
-        self.engine.poll(most).unwrap().into_iter().map(number).collect()
+        ended(&self.engine, most).iter().map(|transfer| transfer.number()).collect()
     }
-}
-
-fn outcome(transfer: &Transfer) -> Result<u64, Error> {
-    assert!(transfer.wait(Deadline::after(LONG)).unwrap(), "the transfer did not end");
-    transfer.outcome().expect("it has ended")
 }
 
 /// Synchronous and asynchronous calls that meet run in the order of their start, however long the first one takes.
@@ -94,14 +98,9 @@ fn calls_that_meet_take_turns() {
 /// another call uses.
 #[test]
 fn a_short_copy_has_ended_when_it_is_returned() {
-    let mut config = config(4 << 20);
-    config.max_transfers = 2;
-    let engine = DataDist::open(config).unwrap();
-    let cache = |placement| engine.allocate(&desc(placement, 2, 16, ROW), CacheKind::Blocks, &[]).unwrap();
-    let (device, host) = (cache(Placement::Device), cache(Placement::Host));
-    let mut expected = patterned(3, 2, 16 * ROW);
-    fill(&host, &expected);
-    fill(&device, &expected);
+    let engine = DataDist::open(Config { max_transfers: 2, ..config(4 << 20) }).unwrap();
+    let [device, host] = caches(&engine);
+    let mut expected = contents(&host);
     let copy =
         |from, to| engine.copy(&end(&device), &end(&host), &[(from, to)], SubRow::default(), None).start();
 
@@ -136,13 +135,8 @@ fn a_short_copy_has_ended_when_it_is_returned() {
 /// A short copy that another thread runs is waited for, and its event comes before that of a copy that waited for its rows.
 #[test]
 fn a_short_copy_in_progress_is_a_running_transfer() {
-    let mut config = config(4 << 20);
-    config.verify = Verify::Full;
-    let engine = DataDist::open(config).unwrap();
-    let cache = |placement| engine.allocate(&desc(placement, 2, 16, ROW), CacheKind::Blocks, &[]).unwrap();
-    let (device, host) = (cache(Placement::Device), cache(Placement::Host));
-    fill(&host, &patterned(3, 2, 16 * ROW));
-    fill(&device, &patterned(5, 2, 16 * ROW));
+    let engine = DataDist::open(Config { verify: Verify::Full, ..config(4 << 20) }).unwrap();
+    let [device, host] = caches(&engine);
     let copy = |from, to| {
         engine.copy(&end(&device), &end(&host), &[(from, to)], SubRow::default(), None).start().unwrap()
     };
@@ -160,15 +154,7 @@ fn a_short_copy_in_progress_is_a_running_transfer() {
         go.send(()).unwrap();
         let short = short.join().unwrap();
         assert!(engine.drain(LONG).unwrap());
-        let ended: Vec<Arc<Transfer>> = engine
-            .poll(9)
-            .unwrap()
-            .into_iter()
-            .map(|event| match event {
-                Event::Completed(transfer) => transfer,
-                other => panic!("{other:?}"),
-            })
-            .collect();
+        let ended = ended(&engine, 9);
         assert_eq!(
             ended.iter().map(|ended| ended.number()).collect::<Vec<_>>(),
             [short.number(), behind.number()]

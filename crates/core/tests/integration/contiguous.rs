@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use llm_datadist_core::bindings::{Cache, DataDist, PoolConfig};
+use llm_datadist_core::bindings::{Cache, DataDist};
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::testing::pool::PoolState;
@@ -14,19 +14,15 @@ use llm_datadist_core::{CacheDesc, CacheKind, DataType, ErrorKind, Placement, Re
 use llm_datadist_testing::SimDevice;
 use proptest::collection::vec;
 use proptest::prelude::*;
-use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{Own, config, contents, desc, engine_on, fill, patterned, proptest_cases};
+use crate::fixtures::{config, contents, desc, engine_on, fill, for_all, patterned, pools};
 use CacheKind::{Batch, Blocks};
-use Placement::{Device, Host};
+use Placement::Device;
 
 const PAGE: u64 = 1 << 12;
 
 fn engine(pages: u64) -> DataDist {
-    let mut config = config(1);
-    config.device_pool = Some(PoolConfig { memory_size: pages * PAGE, page_shift: 12 });
-    config.host_pool = config.device_pool;
-    DataDist::open(config).unwrap()
+    DataDist::open(pools(pages * PAGE, 12)).unwrap()
 }
 
 fn pool(engine: &DataDist) -> PoolState {
@@ -43,29 +39,6 @@ fn allocate_contiguous(engine: &DataDist, spec: &CacheDesc) -> Result<Arc<Cache>
 fn ranges(cache: &Cache) -> Vec<Range<u64>> {
     let bytes = cache.geometry().tensor_bytes();
     cache.addrs().iter().map(|&addr| addr..addr + bytes).collect()
-}
-
-#[test]
-fn tensors_follow_one_another_in_one_extent() {
-    for (tensors, rows, row_bytes) in
-        [(1, 1, 1), (2, 1, 1), (3, 5, 7), (4, 1, 4096), (5, 3, 4097), (61, 2, 33)]
-    {
-        let engine = engine(64);
-        let spec = desc(Device, tensors, rows, row_bytes);
-        let cache = allocate_contiguous(&engine, &spec).unwrap();
-        let first = cache.addrs()[0];
-        let bytes = (rows * row_bytes) as u64;
-        let expected: Vec<u64> = (0..u64::from(tensors)).map(|tensor| first + tensor * bytes).collect();
-        assert_eq!(cache.addrs(), expected);
-        assert_eq!((first % PAGE, cache.one_range().unwrap()), (0, first));
-        let state = pool(&engine);
-        let whole = (u64::from(tensors) * bytes).next_multiple_of(PAGE);
-        assert_eq!((state.used_ranges, state.used_bytes), (1, whole), "{spec:?}");
-        engine.deallocate(cache.id()).unwrap();
-        assert_eq!(pool(&engine).used_bytes, whole, "the handle holds it");
-        drop(cache);
-        assert_eq!(pool(&engine).used_bytes, 0);
-    }
 }
 
 #[test]
@@ -102,22 +75,9 @@ fn free_runs_that_are_too_short_are_not_joined() {
 }
 
 #[test]
-fn other_caches_are_no_range_of_bytes() {
-    let engine = engine(64);
-    let refused = |cache: &Cache| {
-        let error = cache.one_range().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        assert!(error.to_string().contains("contiguous=True"), "{error}");
-    };
-    for row_bytes in [64, 4096] {
-        // Whole pages follow one another by chance, which does not count.
-        refused(&engine.allocate(&desc(Device, 2, 1, row_bytes), Blocks, &[]).unwrap());
-    }
-    refused(&Own::loose(&desc(Host, 2, 4, 64), Blocks).cache);
-    let single = engine.allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
+fn a_single_tensor_is_one_range() {
+    let single = engine(64).allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
     assert_eq!(single.one_range().unwrap(), single.addrs()[0]);
-    let own = Own::loose(&desc(Host, 1, 4, 64), Blocks);
-    assert_eq!(own.cache.one_range().unwrap(), own.cache.addrs()[0]);
 }
 
 #[test]
@@ -156,7 +116,6 @@ fn tensors_outside_their_region_are_refused() {
 fn live_caches_share_no_byte() {
     let step =
         (any::<bool>(), any::<bool>(), 1..6_u32, 1..9_usize, 1..2000_usize, any::<prop::sample::Index>());
-    let mut runner = TestRunner::new(proptest_cases(24));
     let run = |steps: Vec<(bool, bool, u32, usize, usize, prop::sample::Index)>| {
         let engine = engine(40);
         let mut live: Vec<(Arc<Cache>, Vec<Vec<u8>>)> = Vec::new();
@@ -195,5 +154,5 @@ fn live_caches_share_no_byte() {
         prop_assert_eq!(pool(&engine).used_bytes, 0);
         Ok(())
     };
-    runner.run(&vec(step, 1..60), run).unwrap();
+    for_all(24, &vec(step, 1..60), run);
 }

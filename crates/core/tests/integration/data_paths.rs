@@ -24,6 +24,7 @@ use crate::fixtures::{
 };
 use crate::links::stand_ins::{self, stand_in};
 use crate::peer_memory::{Peer, ROW, ROWS, TENSOR, TENSORS, source};
+use crate::socket_copies::SocketCopies as _;
 
 const REACHES: [Reach; 5] = [Reach::Host, Reach::HostRead, Reach::Process, Reach::Fabric, Reach::Device];
 
@@ -41,6 +42,13 @@ fn expected(tensor: usize, before: u8) -> Vec<u8> {
         bytes[to..to + ROW].copy_from_slice(&source(tensor, from, ROW));
     }
     bytes
+}
+
+/// Copies all tensors within an engine.
+fn copy_all(engine: &CopyEngine, from: (&Arc<Tensors>, Placement), to: (&Arc<Tensors>, Placement)) {
+    let all: Vec<_> = (0..ROWS as u64).map(|row| (row, row)).collect();
+    let (plan, staging) = (block_plan(&all, ROW as u64, TENSORS as u32), Staging::DEFAULT);
+    engine.run(plan, from, to, staging, soon(), &Arc::default()).unwrap();
 }
 
 /// An engine, and the memory into which it reads.
@@ -66,23 +74,10 @@ impl Destination {
         let offsets = (0..TENSORS).map(|tensor| (tensor * TENSOR) as u64);
         let tensors = Tensors::carved(Arc::new(region), offsets, TENSOR as u64, ()).unwrap();
         let engine = CopyEngine::new(&Config { copy_workers: Some(2), ..config(1 << 20) }, devices);
-        let destination = Destination {
-            engine,
-            device,
-            tensors: Arc::new(tensors),
-            placement: Placement::Device,
-            buffer: None,
-        };
+        let (tensors, placement) = (Arc::new(tensors), Placement::Device);
         let (_buffer, blank) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE);
-        destination.copy((&blank, Placement::Host), (&destination.tensors, Placement::Device));
-        destination
-    }
-
-    /// Copies all tensors within the engine.
-    fn copy(&self, from: (&Arc<Tensors>, Placement), to: (&Arc<Tensors>, Placement)) {
-        let all: Vec<_> = (0..ROWS as u64).map(|row| (row, row)).collect();
-        let (plan, staging) = (block_plan(&all, ROW as u64, TENSORS as u32), Staging::DEFAULT);
-        self.engine.run(plan, from, to, staging, soon(), &Arc::default()).unwrap();
+        copy_all(&engine, (&blank, Placement::Host), (&tensors, placement));
+        Destination { engine, device, tensors, placement, buffer: None }
     }
 
     fn check(&self, what: &str) {
@@ -90,7 +85,7 @@ impl Destination {
             buffer.read(0, TENSORS * TENSOR)
         } else {
             let (buffer, host) = tensors_over(TENSORS, ROWS, ROW, |_, _| 0);
-            self.copy((&self.tensors, Placement::Device), (&host, Placement::Host));
+            copy_all(&self.engine, (&self.tensors, Placement::Device), (&host, Placement::Host));
             buffer.read(0, TENSORS * TENSOR)
         };
         let wanted: Vec<u8> = (0..TENSORS).flat_map(|tensor| expected(tensor, 0xEE)).collect();
@@ -124,10 +119,7 @@ impl Library {
         let offsets: Vec<_> = (0..TENSORS).map(|tensor| (tensor * TENSOR) as u64).collect();
         let own = Tensors::carved(region.clone(), offsets.iter().copied(), TENSOR as u64, ()).unwrap();
         let (_buffer, filled) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
-        let all: Vec<_> = (0..ROWS as u64).map(|row| (row, row)).collect();
-        let (from, to) = ((&filled, Placement::Host), (&Arc::new(own), Placement::Host));
-        let plan = block_plan(&all, ROW as u64, TENSORS as u32);
-        copy_engine().run(plan, from, to, Staging::DEFAULT, soon(), &Arc::default()).unwrap();
+        copy_all(&copy_engine(), (&filled, Placement::Host), (&Arc::new(own), Placement::Host));
         let config = stand_in(&[]);
         let owner = EngineFabric::open(&config, true, [Some(region), None]).unwrap().unwrap();
         let peer = owner.take(&owner.offer()).unwrap();
@@ -140,13 +132,7 @@ impl Library {
 /// Sends the bytes of the peer from memory of this process.
 fn serve(plan: &CopyPlan, stream: &Stream) {
     let (_buffer, tensors) = tensors_over(TENSORS, ROWS, ROW, |tensor, at| source(tensor, at, 1)[0]);
-    let mut path = StreamPath { stream, range: 0..plan.bytes(), sum: None };
-    path.send(
-        PathJob { copy_engine: &copy_engine(), plan, deadline: soon() },
-        &tensors,
-        &Progress::default(),
-    )
-    .unwrap();
+    copy_engine().send(plan, 0..plan.bytes(), &tensors, stream, soon(), None).unwrap();
 }
 
 #[test]

@@ -12,8 +12,6 @@ use llm_datadist_core::testing::{grant_clock, watch_grants};
 use llm_datadist_core::{CacheId, ClusterId, Deadline, Error, ErrorKind, GrantToken};
 use proptest::prelude::*;
 
-use crate::fixtures::eventually;
-
 const LONG: Duration = Duration::from_secs(3600);
 
 /// Records every end in its order.
@@ -387,29 +385,4 @@ fn a_grant_is_renewed_but_never_shortened() {
     assert_eq!((late.ended(), generations.of_grant(late.id().slot)), (Some(GrantEnd::Expired), 1));
     let ends = [(grant.id(), GrantEnd::Revoked), (late.id(), GrantEnd::Expired)];
     assert_eq!(*reported_ends.0.lock().unwrap(), ends);
-}
-
-/// The clock goes off at the first time, and again at the later one.
-#[test]
-fn the_clock_leaves_a_renewed_grant_alone() {
-    let (_, _, grants) = grants();
-    let executor = Executor::default();
-    let clock = grant_clock(executor.handle(), &grants);
-    let lend = |ttl| {
-        let grant = grants.lend(CacheId(1), rows(&[1]), Duration::from_millis(ttl), 1).unwrap();
-        watch_grants(&clock).unwrap();
-        grant
-    };
-    let renewed = loop {
-        let grant = lend(50);
-        // On a busy machine, its time may have passed.
-        if grants.renew(&grant, LONG).is_ok() {
-            break grant;
-        }
-    };
-    let (later, again) = (lend(100), lend(120));
-    let _ = grants.renew(&again, Duration::from_millis(150));
-    eventually("the ends of the others", || later.ended().is_some() && again.ended().is_some());
-    assert_eq!(renewed.ended(), None);
-    assert_eq!(grants.find(&renewed.id()).unwrap().id(), renewed.id());
 }

@@ -8,7 +8,7 @@ use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::memory::kernels::{Copy, Kernel, copy, copy_all};
 use llm_datadist_core::testing::memory::{Region, Tensors, Window, Windows};
 
-use crate::fixtures::{Buffer, StopOnDrop};
+use crate::fixtures::{Buffer, Chance, StopOnDrop};
 
 /// Returns the kernels of this CPU: all three on aarch64 and on x86-64 with AVX2, which the CI machine has.
 fn kernels() -> &'static [Kernel] {
@@ -124,16 +124,6 @@ fn long_copies() {
     }
 }
 
-/// A small random number generator, so that a failure can be reproduced.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) as usize) % bound
-    }
-}
-
 /// Lengths on both sides of every branch: none, a line, a step, a page, and a piece that is cut into stripes.
 const LENGTHS: [usize; 20] = [
     0, 1, 63, 64, 127, 128, 129, 255, 512, 1000, 1152, 2048, 4095, 4096, 4097, 8192, 16_383, 16_384, 16_385,
@@ -144,29 +134,27 @@ const LENGTHS: [usize; 20] = [
 fn many_pieces_at_once() {
     const ROOM: usize = 300_000;
     let (from, to) = (Arena::new(ROOM, 7), Arena::new(ROOM, 13));
-    let (mut dice, mut alike, mut mixed) = (Dice(1), 0, 0);
+    let (mut dice, mut alike, mut mixed) = (Chance(1), 0, 0);
     for &kernel in kernels() {
         for round in 0..600 {
-            let count = 1 + dice.below(13);
+            let count = 1 + dice.index(13);
             // Every other batch has equal lengths, and half of those are equally aligned, as blocks of a cache are.
-            let (even, len) = (round % 2 == 0, LENGTHS[dice.below(LENGTHS.len())]);
-            let line = (round % 4 == 0).then(|| dice.below(64));
+            let (even, len) = (round % 2 == 0, LENGTHS[dice.index(LENGTHS.len())]);
+            let line = (round % 4 == 0).then(|| dice.index(64));
             let mut pieces: Vec<Piece> = Vec::new();
             let mut end = 0;
             for _ in 0..count {
-                let len = if even { len } else { LENGTHS[dice.below(LENGTHS.len())] };
-                let dst = line.map_or(end + dice.below(130), |line| end.next_multiple_of(64) + line);
+                let len = if even { len } else { LENGTHS[dice.index(LENGTHS.len())] };
+                let dst = line.map_or(end + dice.index(130), |line| end.next_multiple_of(64) + line);
                 if dst + len > ROOM {
                     break;
                 }
                 // Sources may share bytes, and begin and end anywhere.
-                pieces.push((dice.below(ROOM - len + 1), dst, len));
+                pieces.push((dice.index(ROOM - len + 1), dst, len));
                 end = dst + len;
             }
             // Destinations in any order, each apart from the others.
-            for at in (1..pieces.len()).rev() {
-                pieces.swap(at, dice.below(at + 1));
-            }
+            dice.shuffle(&mut pieces);
             check_batch(&from, &to, &pieces, ROOM, kernel);
             let four = pieces.len() >= 4 && (128..16_384).contains(&len);
             alike += usize::from(even && line.is_some() && four);
@@ -182,28 +170,28 @@ fn many_pieces_at_once() {
 fn many_windows_in_one_entry() {
     const ROOM: usize = 300_000;
     let (from, to) = (Arena::new(ROOM, 7), Arena::new(ROOM, 13));
-    let (mut dice, mut short, mut others) = (Dice(3), 0, 0);
+    let (mut dice, mut short, mut others) = (Chance(3), 0, 0);
     for &kernel in kernels() {
         for round in 0..500 {
             // Every other batch has only short pieces that are whole steps.
             let whole_steps = round % 2 == 0;
             let len =
-                if whole_steps { 128 * (1 + dice.below(4)) } else { LENGTHS[dice.below(LENGTHS.len())] };
+                if whole_steps { 128 * (1 + dice.index(4)) } else { LENGTHS[dice.index(LENGTHS.len())] };
             let (mut batch, mut pieces): (Vec<Copy<'_>>, Vec<Piece>) = (Vec::new(), Vec::new());
             let mut end = 0;
-            for _ in 0..=dice.below(5) {
-                let count = 1 + dice.below(12);
-                let dst_step = if whole_steps { len + 64 * dice.below(3) } else { len + dice.below(130) };
-                let dst = if whole_steps { end } else { end + dice.below(70) };
+            for _ in 0..=dice.index(5) {
+                let count = 1 + dice.index(12);
+                let dst_step = if whole_steps { len + 64 * dice.index(3) } else { len + dice.index(130) };
+                let dst = if whole_steps { end } else { end + dice.index(70) };
                 let room = dst_step * (count - 1) + len;
                 if dst + room > ROOM {
                     break;
                 }
                 end = (dst + room).next_multiple_of(64);
                 // Sources may share bytes.
-                let src_step = dice.below((ROOM - len) / count);
-                let src = dice.below(ROOM - len - src_step * (count - 1) + 1);
-                let backwards = dice.below(2) == 0;
+                let src_step = dice.index((ROOM - len) / count);
+                let src = dice.index(ROOM - len - src_step * (count - 1) + 1);
+                let backwards = dice.index(2) == 0;
                 let locate = |start: usize, step: usize, k: usize| {
                     start + step * if backwards { count - 1 - k } else { k }
                 };
@@ -245,17 +233,17 @@ fn pieces_onto_themselves_beside_others() {
     const ZONE: usize = 24 << 10;
     const ZONES: usize = 9;
     let arena = Arena::new(ZONE * ZONES, 11);
-    let (mut dice, mut overlapping, mut apart) = (Dice(2), 0, 0);
+    let (mut dice, mut overlapping, mut apart) = (Chance(2), 0, 0);
     for &kernel in kernels() {
         for _ in 0..400 {
             // Each piece in a zone of its own; in some, source and destination share bytes.
-            let lens = [dice.below(3000), 2048, 4096, 128 + dice.below(300)];
-            let len = lens[dice.below(4)];
+            let lens = [dice.index(3000), 2048, 4096, 128 + dice.index(300)];
+            let len = lens[dice.index(4)];
             let mut piece = |zone| {
-                let len = if dice.below(4) == 0 { dice.below(18_000) } else { len };
-                let src = dice.below(ZONE / 2 - len / 2);
-                let near = src + dice.below(1 + len.min(400));
-                let dst = if dice.below(3) == 0 { near.min(ZONE - len) } else { ZONE - len };
+                let len = if dice.index(4) == 0 { dice.index(18_000) } else { len };
+                let src = dice.index(ZONE / 2 - len / 2);
+                let near = src + dice.index(1 + len.min(400));
+                let dst = if dice.index(3) == 0 { near.min(ZONE - len) } else { ZONE - len };
                 overlapping += usize::from(src.abs_diff(dst) < len);
                 apart += usize::from(src.abs_diff(dst) >= len && len > 128);
                 (zone * ZONE + src, zone * ZONE + dst, len)

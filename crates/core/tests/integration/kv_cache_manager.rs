@@ -26,11 +26,7 @@ fn read(options: &[(&str, &str)]) -> llm_datadist_core::Result<Config> {
 }
 
 fn engine(cluster: u64, mode: Mode) -> DataDist {
-    let mut config = Config::new(Role::Prompt, ClusterId(cluster));
-    config.mode = mode;
-    config.device_pool = Some(PoolConfig { memory_size: 1 << 20, page_shift: 12 });
-    config.host_pool = config.device_pool;
-    config.sync_timeout = LONG;
+    let mut config = Config { cluster: ClusterId(cluster), mode, ..fixtures::pools(1 << 20, 12) };
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());
     DataDist::open(config).unwrap()
 }
