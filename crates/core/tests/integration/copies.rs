@@ -41,11 +41,11 @@ fn finish(operation: Operation<'_>, starts: bool) -> Result<(), Error> {
 fn naive(caches: &mut [Vec<Vec<u8>>], (from, to): (usize, usize), pairs: &[(i64, i64)], part: SubRow) {
     let len = part.length.map_or(ROW - part.src_offset.max(part.dst_offset) as usize, |len| len as usize);
     for &(src, dst) in pairs {
-        for tensor in 0..2 {
-            let src = src as usize * ROW + part.src_offset as usize;
-            let bytes = caches[from][tensor][src..src + len].to_vec();
-            let dst = dst as usize * ROW + part.dst_offset as usize;
-            caches[to][tensor][dst..dst + len].copy_from_slice(&bytes);
+        let (src, dst) = (src as usize * ROW, dst as usize * ROW);
+        let (src, dst) = (src + part.src_offset as usize, dst + part.dst_offset as usize);
+        let read: Vec<_> = caches[from].iter().map(|tensor| tensor[src..src + len].to_vec()).collect();
+        for (tensor, bytes) in caches[to].iter_mut().zip(read) {
+            tensor[dst..dst + len].copy_from_slice(&bytes);
         }
     }
 }
