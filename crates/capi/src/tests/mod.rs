@@ -66,13 +66,19 @@ impl Drop for Engine {
 }
 
 fn initialize(handle: u64, options: &[(&str, &str)]) -> u32 {
+    with_options(options, |options| {
+        // SAFETY: the options live until the call returns.
+        unsafe { llm_datadist_initialize(handle, options.as_ptr(), options.len()) }
+    })
+}
+
+/// Makes a call with options, whose texts live until it returns.
+fn with_options(options: &[(&str, &str)], call: impl FnOnce(&[LlmDatadistOption]) -> u32) -> u32 {
     let text = |text: &str| CString::new(text).unwrap();
     let texts: Vec<_> = options.iter().map(|(key, value)| (text(key), text(value))).collect();
     let option =
         |(key, value): &(CString, CString)| LlmDatadistOption { key: key.as_ptr(), value: value.as_ptr() };
-    let options: Vec<_> = texts.iter().map(option).collect();
-    // SAFETY: the options and their texts live until the call returns.
-    unsafe { llm_datadist_initialize(handle, options.as_ptr(), options.len()) }
+    call(&texts.iter().map(option).collect::<Vec<_>>())
 }
 
 const SHAPE: [i64; 2] = [4, 16];

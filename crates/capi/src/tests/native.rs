@@ -4,14 +4,14 @@
 //! peers that do not answer or die
 //! (`tests/c/native.c`).
 
-use std::ffi::{CString, c_void};
+use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::slice;
 
 use llm_datadist_core::ArrivedRows;
 
 use super::forks::{alone, in_a_child};
-use super::reason;
+use super::{reason, with_options};
 use crate::abi::*;
 
 pub(super) const LONG: f64 = 60.0;
@@ -61,13 +61,11 @@ pub(super) fn form() -> LlmDatadistForm {
 
 /// Opens an engine. Returns the status, and the handle or 0.
 pub(super) fn try_open(options: &[(&str, &str)]) -> (u32, u64) {
-    let text = |text: &str| CString::new(text).unwrap();
-    let texts: Vec<_> = options.iter().map(|(key, value)| (text(key), text(value))).collect();
-    let option =
-        |(key, value): &(CString, CString)| LlmDatadistOption { key: key.as_ptr(), value: value.as_ptr() };
-    let (options, mut engine): (Vec<_>, _) = (texts.iter().map(option).collect(), 0);
-    // SAFETY: the options and their texts live until the call returns.
-    let status = unsafe { llm_datadist_engine_open(options.as_ptr(), options.len(), &raw mut engine) };
+    let mut engine = 0;
+    let status = with_options(options, |options| {
+        // SAFETY: the options live until the call returns.
+        unsafe { llm_datadist_engine_open(options.as_ptr(), options.len(), &raw mut engine) }
+    });
     (status, engine)
 }
 
@@ -86,7 +84,9 @@ impl Node {
             .collect();
         let (status, engine) = try_open(&options);
         assert_eq!(status, 0, "{}", reason());
-        Node { engine, cache: allocate(engine, &form()) }
+        let (status, cache) = allocate(engine, &form());
+        assert_eq!(status, 0, "{}", reason());
+        Node { engine, cache }
     }
 
     /// Rows of the cache `kv`. The structure points to the list.
@@ -110,11 +110,8 @@ impl Node {
 
     /// Starts to copy a block to another one. Returns the status, and the handle or 0.
     pub(super) fn try_copy(&self, dst: usize, src: usize) -> (u32, u64) {
-        started(|out| {
-            let pair = pair(self.rows(one(dst)), self.rows(one(src)));
-            // SAFETY: everything lives here.
-            unsafe { llm_datadist_copy(self.engine, &raw const pair, 1, null(), out) }
-        })
+        let pair = pair(self.rows(one(dst)), self.rows(one(src)));
+        start(llm_datadist_copy, self.engine, &[pair], null())
     }
 
     pub(super) fn copy(&self, dst: usize, src: usize) -> u64 {
@@ -144,12 +141,12 @@ pub(super) fn pair(dst: LlmDatadistRows, src: LlmDatadistRows) -> LlmDatadistPai
     LlmDatadistPair { dst, src, token: null(), reserved: [0; 2] }
 }
 
-fn allocate(engine: u64, form: &LlmDatadistForm) -> u64 {
+/// Allocates the cache `kv`. Returns the status, and the handle or 0.
+pub(super) fn allocate(engine: u64, form: &LlmDatadistForm) -> (u32, u64) {
     let mut cache = 0;
     // SAFETY: everything lives here.
     let status = unsafe { llm_datadist_allocate(engine, c"kv".as_ptr(), form, &raw mut cache) };
-    assert_eq!(status, 0, "{}", reason());
-    cache
+    (status, cache)
 }
 
 /// The bytes of each tensor of a cache, which no test uses while a transfer does.
@@ -171,6 +168,20 @@ pub(super) fn started(call: impl FnOnce(*mut u64) -> u32) -> (u32, u64) {
     let status = call(&raw mut transfer);
     assert_eq!(transfer != 0, status == 0, "a handle is handed out exactly on success");
     (status, transfer)
+}
+
+pub(super) type Start =
+    unsafe extern "C" fn(u64, *const LlmDatadistPair, usize, *const LlmDatadistCall, *mut u64) -> u32;
+
+/// Starts a copy, a pull or a push. Returns the status, and the handle or 0.
+pub(super) fn start(
+    kind: Start,
+    engine: u64,
+    pairs: &[LlmDatadistPair],
+    call: *const LlmDatadistCall,
+) -> (u32, u64) {
+    // SAFETY: everything lives in the caller.
+    started(|out| unsafe { kind(engine, pairs.as_ptr(), pairs.len(), call, out) })
 }
 
 /// Waits for a transfer, and frees its handle.
@@ -254,8 +265,7 @@ fn copies_move_bytes_within_an_engine() {
             LlmDatadistRows { bytes: LlmDatadistRange { first: 0, end: 64 }, ..node.rows(&[2]) },
         ),
     ];
-    // SAFETY: everything lives here.
-    succeeds(started(|out| unsafe { llm_datadist_copy(node.engine, pairs.as_ptr(), 2, null(), out) }));
+    succeeds(start(llm_datadist_copy, node.engine, &pairs, null()));
     assert!([(4, 0), (5, 1), (6, 2), (7, 7)].iter().all(|&(block, from)| node.has(block, 1, from)));
     let transfer = node.copy(7, 0);
     assert_eq!(llm_datadist_transfer_wait(transfer, LONG), 0, "{}", reason());
@@ -370,29 +380,20 @@ fn child_has_nothing_of_its_parent_and_may_open_its_own() {
 fn rows_of_another_engine_are_refused() {
     let (one, two) = (Node::new(&[("name", "one")]), Node::new(&[("name", "two")]));
     let pair = pair(one.rows(&[1]), two.rows(&[0]));
-    // SAFETY: everything lives here.
-    let (status, _) =
-        started(|out| unsafe { llm_datadist_copy(one.engine, &raw const pair, 1, null(), out) });
+    let (status, _) = start(llm_datadist_copy, one.engine, &[pair], null());
     fails(status, LLM_DATADIST_INVALID_ARGUMENT, &["src=rows of engine 'two'", "engine 'one'"]);
 }
 
 #[test]
 fn names_and_handles_of_freed_caches() {
     let node = Node::new(&[]);
-    let again = |node: &Node| {
-        let (form, mut cache) = (form(), 0);
-        // SAFETY: everything lives here.
-        let status =
-            unsafe { llm_datadist_allocate(node.engine, c"kv".as_ptr(), &raw const form, &raw mut cache) };
-        (status, cache)
-    };
-    fails(again(&node).0, LLM_DATADIST_INVALID_ARGUMENT, &["kv"]);
+    fails(allocate(node.engine, &form()).0, LLM_DATADIST_INVALID_ARGUMENT, &["kv"]);
     assert_eq!(super::text(llm_datadist_last_error_code()), "name_taken");
     assert_eq!(super::text(llm_datadist_last_error_argument()), "name");
     // SAFETY: a handle lives in `started`.
     succeeds(started(|out| unsafe { llm_datadist_cache_free(node.cache, out) }));
     fails(node.try_copy(1, 0).0, LLM_DATADIST_NOT_FOUND, &["no such cache"]);
-    let (status, cache) = again(&node);
+    let (status, cache) = allocate(node.engine, &form());
     assert!(status == 0 && cache != node.cache, "{}", reason());
 }
 
@@ -419,9 +420,7 @@ fn registered_memory_is_copied_in_place() {
     };
     assert_eq!(status, 0, "{}", reason());
     let rows = LlmDatadistRows { cache, ..node.rows(&[2]) };
-    let pair = pair(rows, node.rows(&[5]));
-    // SAFETY: everything lives here.
-    succeeds(started(|out| unsafe { llm_datadist_copy(node.engine, &raw const pair, 1, null(), out) }));
+    succeeds(start(llm_datadist_copy, node.engine, &[pair(rows, node.rows(&[5]))], null()));
     // SAFETY: a handle lives in `started`.
     succeeds(started(|out| unsafe { llm_datadist_cache_free(cache, out) }));
     for tensor in 0..TENSORS {

@@ -4,7 +4,9 @@
 use std::ffi::c_char;
 use std::ptr::{null, null_mut, without_provenance, without_provenance_mut};
 
-use super::native::{ALL, CALL, LONG, Node, ROWS, fails, form, pair, started, try_open};
+use super::native::{
+    ALL, CALL, LONG, Node, ROWS, Start, allocate, fails, form, pair, start, started, succeeds, try_open,
+};
 use super::{reason, text};
 use crate::abi::*;
 
@@ -117,20 +119,12 @@ fn structures_of_later_versions_are_refused() {
     );
     let late_call = LlmDatadistCall { reserved: [0, 0, 0, 1], ..CALL };
     let late_form = LlmDatadistForm { reserved: [1, 0, 0, 0], ..form() };
-    let (own, mut cache) = (pair(rows, rows), 0);
     let fact = "reserved words";
-    // SAFETY: everything lives here.
-    unsafe {
-        let copy = |pair, call| started(|out| llm_datadist_copy(node.engine, pair, 1, call, out)).0;
-        refused(copy(&raw const late_rows, null()), "dst", fact);
-        refused(copy(&raw const late_pair, null()), "pairs", fact);
-        refused(copy(&raw const own, &raw const late_call), "call", fact);
-        refused(
-            llm_datadist_allocate(node.engine, c"x".as_ptr(), &raw const late_form, &raw mut cache),
-            "form",
-            fact,
-        );
-    }
+    let copy = |pair, call| start(llm_datadist_copy, node.engine, &[pair], call).0;
+    refused(copy(late_rows, null()), "dst", fact);
+    refused(copy(late_pair, null()), "pairs", fact);
+    refused(copy(pair(rows, rows), &raw const late_call), "call", fact);
+    refused(allocate(node.engine, &late_form).0, "form", fact);
 }
 
 #[test]
@@ -150,11 +144,8 @@ fn forms_are_checked() {
     let laid_out = |layout: &LlmDatadistKvLayout| LlmDatadistForm { layout: &raw const *layout, ..no_shape };
     let zero = [0_i64];
     let node = Node::new(&[]);
-    let allocate = |form: &LlmDatadistForm| {
-        let mut cache = 0;
-        // SAFETY: everything lives here.
-        unsafe { llm_datadist_allocate(node.engine, c"x".as_ptr(), form, &raw mut cache) }
-    };
+    // SAFETY: a handle lives in `started`.
+    succeeds(started(|out| unsafe { llm_datadist_cache_free(node.cache, out) }));
     for (form, argument, fact) in [
         (LlmDatadistForm { blocks: 0, ..form() }, "blocks", "1 to 4294967295"),
         (LlmDatadistForm { blocks: 1 << 63, ..form() }, "blocks", "1 to 4294967295"),
@@ -179,9 +170,9 @@ fn forms_are_checked() {
             "0..2",
         ),
     ] {
-        refused(allocate(&form), argument, fact);
+        refused(allocate(node.engine, &form).0, argument, fact);
     }
-    assert_eq!(allocate(&laid_out(&layout)), 0, "{}", reason());
+    assert_eq!(allocate(node.engine, &laid_out(&layout)).0, 0, "{}", reason());
 }
 
 #[test]
@@ -189,18 +180,7 @@ fn rows_and_calls_are_checked() {
     let node = Node::new(&[]);
     let (one, two) = (node.rows(&[1]), node.rows(&[0]));
     let remote = LlmDatadistRows { cache: 0, peer: 5, name: c"kv".as_ptr(), ..two };
-    let call = |kind: unsafe extern "C" fn(
-        u64,
-        *const LlmDatadistPair,
-        usize,
-        *const LlmDatadistCall,
-        *mut u64,
-    ) -> u32,
-                pair: LlmDatadistPair,
-                call: LlmDatadistCall| {
-        // SAFETY: everything lives here.
-        started(|out| unsafe { kind(node.engine, &raw const pair, 1, &raw const call, out) }).0
-    };
+    let call = |kind: Start, pair, call| start(kind, node.engine, &[pair], &raw const call).0;
     let range = |first, end| LlmDatadistRange { first, end };
     let token = [0_u8; LLM_DATADIST_TOKEN_SIZE];
     for (rows, argument, fact) in [

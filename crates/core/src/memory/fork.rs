@@ -77,25 +77,17 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
+    use crate::memory::process_id::tests::holds_in_a_child;
 
     #[test]
     fn child_opens_sockets_after_a_fork_under_the_lock() {
         let held = open();
-        // SAFETY: the child calls this module and `_exit`. An alarm ends it if it waits for the lock.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            // SAFETY: both only take a number.
-            unsafe { libc::alarm(10) };
+        let opened = holds_in_a_child(|| {
             abandon();
             let ends = UnixStream::pair().map(|(end, _)| OwnedFd::from(end));
-            let kept = ends.map(|end| CloseOnFork::new(&end));
-            // SAFETY: nothing of the parent needs to be unwound.
-            unsafe { libc::_exit(i32::from(kept.is_err())) };
-        }
+            ends.map(|end| CloseOnFork::new(&end)).is_ok()
+        });
         drop(held);
-        let mut status = -1;
-        // SAFETY: the child belongs to this test, and the status is a valid pointer.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0, "the child waited for a lock of its parent");
+        assert!(opened, "the child waited for a lock of its parent");
     }
 }

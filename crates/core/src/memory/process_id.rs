@@ -53,14 +53,16 @@ pub fn remember_process() {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    /// Whether `child()` returns true in a forked process.
-    fn holds_in_a_child(child: fn() -> bool) -> bool {
-        // SAFETY: the child asks for its id, forks again at most, and ends with `_exit`. It takes no lock.
+    /// Whether `child()` returns true in a forked process. It may take no lock that another thread may hold.
+    pub(in crate::memory) fn holds_in_a_child(child: impl FnOnce() -> bool) -> bool {
+        // SAFETY: the child runs what its caller promises, and ends with `_exit`.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
+            // SAFETY: this takes a number. The alarm ends a child that waits for ever.
+            unsafe { libc::alarm(10) };
             let status = i32::from(!child());
             // SAFETY: nothing of the parent needs to be unwound.
             unsafe { libc::_exit(status) };

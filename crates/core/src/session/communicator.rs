@@ -257,22 +257,28 @@ impl Communicator {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    #[test]
-    fn first_refusal_of_member_is_kept() {
-        let member = ClusterId(2);
-        let comm = Communicator {
+    /// A communicator of the members 1, this one, and 2, with limits of an hour.
+    pub(in crate::session) fn communicator(progress: CommState) -> Communicator {
+        let hour = Duration::from_secs(3600);
+        Communicator {
             id: 1,
             comm: Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: String::new() },
             own: ClusterId(1),
             members: vec![],
-            limit: Duration::ZERO,
-            one_try: Duration::ZERO,
-            progress: Mutex::new(CommState { missing: vec![member], ..CommState::default() }),
+            limit: hour,
+            one_try: hour,
+            progress: Mutex::new(progress),
             changed: Condvar::new(),
-        };
+        }
+    }
+
+    #[test]
+    fn first_refusal_of_member_is_kept() {
+        let member = ClusterId(2);
+        let comm = communicator(CommState { missing: vec![member], ..CommState::default() });
         let failed = |text: &str| Error::new(ErrorKind::LinkFailed, text);
         let unreached = |text: &str| failed(text).with("errno", 111);
         for (error, expected) in [

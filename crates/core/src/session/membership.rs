@@ -354,25 +354,13 @@ fn is_useless(error: &Error, member: ClusterId) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::Comm;
-    use crate::sync::{Condvar, Mutex};
+    use crate::session::communicator::tests::communicator;
 
     #[test]
     fn announcement_ends_the_pause() {
-        let comm = Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: String::new() };
-        let missing = vec![ClusterId(1)];
-        let progress = CommState { missing, searching: true, ..CommState::default() };
+        let missing = vec![ClusterId(2)];
+        let waiting = communicator(CommState { missing, searching: true, ..CommState::default() });
         let hour = Duration::from_secs(3600);
-        let waiting = Communicator {
-            id: 1,
-            comm,
-            own: ClusterId(2),
-            members: vec![],
-            limit: hour,
-            one_try: hour,
-            progress: Mutex::new(progress),
-            changed: Condvar::new(),
-        };
         assert!(!waiting.rest(Duration::ZERO), "nobody has come");
         // Before the pause, and during it.
         waiting.member_listens();

@@ -207,12 +207,14 @@ mod tests {
         }
     }
 
-    /// Keeps the clock busy until something arrives.
-    struct Busy(Mutex<Receiver<()>>);
+    /// Sends 0, blocks until the other end of the gate sends or is dropped, and sends 1.
+    struct Blocks(Mutex<Receiver<()>>, Sender<u64>);
 
-    impl Alarmed for Busy {
+    impl Alarmed for Blocks {
         fn due(self: Arc<Self>) {
+            let _ = self.1.send(0);
             let _ = self.0.lock().recv();
+            let _ = self.1.send(1);
         }
     }
 
@@ -225,7 +227,8 @@ mod tests {
             (Clock::new(&thread, EngineNumber::next()), Instant::now(), channel());
         let later = |millis| base + Duration::from_millis(millis);
         let (free, busy) = channel();
-        clock.at(base, Arc::new(Busy(Mutex::new(busy)))).unwrap();
+        // Keeps the clock busy.
+        clock.at(base, Arc::new(Blocks(Mutex::new(busy), channel().0))).unwrap();
         let mut expected = Vec::new();
         for number in 0..5000_u64 {
             let millis = 1 + number * 7 % 50;
@@ -249,17 +252,6 @@ mod tests {
         thread.threads.wait(0);
         assert_eq!(thread.threads.count(), 0);
         assert!(numbers.recv().is_err(), "an alarm came twice");
-    }
-
-    /// Blocks until the other end of the gate is dropped, and then sends.
-    struct Blocks(Mutex<Receiver<()>>, Sender<u64>);
-
-    impl Alarmed for Blocks {
-        fn due(self: Arc<Self>) {
-            self.1.send(0).unwrap();
-            let _ = self.0.lock().recv();
-            let _ = self.1.send(1);
-        }
     }
 
     #[test]

@@ -26,25 +26,21 @@ use crate::peer_memory::{Peer, ROW, ROWS};
 const THREADS_OF_A_PROCESS: usize = 8;
 const SHORT: Duration = Duration::from_millis(60);
 
-fn engine() -> CopyEngine {
-    CopyEngine::new(&Config { copy_workers: Some(4), ..config(1 << 20) }, DeviceSet::host_only())
+/// An engine, unless this machine reads no other process, which is reported as skipped.
+fn engine() -> Option<CopyEngine> {
+    let config = Config { copy_workers: Some(4), ..config(1 << 20) };
+    (!PROCESS_READS.skips()).then(|| CopyEngine::new(&config, DeviceSet::host_only()))
 }
 
 fn own_pid() -> i32 {
     std::process::id() as i32
 }
 
-/// Memory that is copied or read.
-enum Source {
-    Own(Arc<Tensors>),
-    Peer(PeerTensors),
-}
-
 /// A copy of one tensor of `rows` rows, from a process into this one.
 struct Read {
     src: Arc<Buffer>,
     dst: Arc<Buffer>,
-    from: Source,
+    from: PeerTensors,
     to: Arc<Tensors>,
     plan: CopyPlan,
     /// Stands for the pins of a call.
@@ -62,7 +58,7 @@ impl Read {
     /// Reads memory at `at` in `process`, which should hold what `src` holds.
     fn from(process: Arc<PeerProcess>, at: u64, src: Arc<Buffer>, rows: usize, row: usize) -> Read {
         let tensors = Tensors::of_process(process.clone(), vec![at], (rows * row) as u64).unwrap();
-        let from = Source::Peer(PeerTensors::Process(Arc::new(tensors), process));
+        let from = PeerTensors::Process(Arc::new(tensors), process);
         let (dst, to) = tensors_over(1, rows, row, |_, _| 0xEE);
         let pairs: Vec<_> = (0..rows as u64).map(|at| (at, at)).collect();
         let plan = block_plan(&pairs, row as u64, 1);
@@ -74,19 +70,9 @@ impl Read {
     }
 
     fn run(&self, engine: &CopyEngine, limit: Duration) -> Result<()> {
-        let (to, deadline) = ((&self.to, Placement::Host), Deadline::after(limit));
-        let progress = Arc::default();
-        match &self.from {
-            Source::Peer(from) => {
-                let job = PathJob { copy_engine: engine, plan: &self.plan, deadline };
-                let mut path = from;
-                path.read(job, to, &progress, self.pins.clone())?;
-            }
-            Source::Own(from) => {
-                let from = (from, Placement::Host);
-                engine.run(self.plan.clone(), from, to, Staging::DEFAULT, deadline, &progress)?;
-            }
-        }
+        let (progress, mut from) = (Arc::default(), &self.from);
+        let job = PathJob { copy_engine: engine, plan: &self.plan, deadline: Deadline::after(limit) };
+        from.read(job, (&self.to, Placement::Host), &progress, self.pins.clone())?;
         assert_eq!(progress.bytes(), self.plan.bytes());
         assert!(self.dst.read(0, self.len()) == self.src.read(0, self.len()));
         Ok(())
@@ -133,12 +119,10 @@ fn lose(pid: i32, mut call: impl FnMut() -> Result<()>) {
 
 #[test]
 fn a_read_leaves_at_its_deadline_and_keeps_what_the_kernel_writes_to() {
-    if PROCESS_READS.skips() {
-        return;
-    }
     // One unit, and several.
     for (rows, row) in [(4, 4096), (64, 256 << 10)] {
-        let (engine, read) = (engine(), Read::new(rows, row));
+        let Some(engine) = engine() else { return };
+        let read = Read::new(rows, row);
         let stall = read.stall();
         read.lose(&engine);
         assert!(read.is_held());
@@ -154,10 +138,8 @@ fn a_read_leaves_at_its_deadline_and_keeps_what_the_kernel_writes_to() {
 
 #[test]
 fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
-    if PROCESS_READS.skips() {
-        return;
-    }
-    let (engine, silent) = (engine(), Read::new(4, 4096));
+    let Some(engine) = engine() else { return };
+    let silent = Read::new(4, 4096);
     let stall = silent.stall();
     for lost in 1..=THREADS_OF_A_PROCESS {
         silent.lose(&engine);
@@ -171,10 +153,13 @@ fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
     // Neither copies inside this process nor reads of another one wait for those threads.
     let peer = Peer::start_as("peer");
     of_peer(&peer, peer.addr()).run(&engine, LONG).unwrap();
-    let mut local = Read::new(4, 256 << 10);
+    let local = Read::new(4, 256 << 10);
     let adopted = adopt(&desc(Placement::Host, 1, 4, 256 << 10), CacheKind::Blocks, &[local.src.addr()]);
-    local.from = Source::Own(Arc::new(Tensors::adopted(adopted)));
-    local.run(&engine, LONG).unwrap();
+    let (src, to) = (Arc::new(Tensors::adopted(adopted)), &local.to);
+    let [from, to] = [&src, to].map(|tensors| (tensors, Placement::Host));
+    let (deadline, progress) = (Deadline::after(LONG), Arc::default());
+    engine.run(local.plan.clone(), from, to, Staging::DEFAULT, deadline, &progress).unwrap();
+    assert!(local.dst.read(0, local.len()) == local.src.read(0, local.len()));
     drop(stall);
     silent.eventually_released();
     silent.run(&engine, LONG).unwrap();
@@ -182,10 +167,7 @@ fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
 
 #[test]
 fn many_threads_read_one_process_at_the_same_time() {
-    if PROCESS_READS.skips() {
-        return;
-    }
-    let engine = engine();
+    let Some(engine) = engine() else { return };
     thread::scope(|scope| {
         for caller in 0..3 * THREADS_OF_A_PROCESS {
             let engine = &engine;
@@ -203,10 +185,7 @@ fn many_threads_read_one_process_at_the_same_time() {
 
 #[test]
 fn opening_a_silent_process_gives_up_at_its_limit() {
-    if PROCESS_READS.skips() {
-        return;
-    }
-    let engine = engine();
+    let Some(engine) = engine() else { return };
     let secret = Buffer::new(16, |at| pattern(3, 0, at));
     let probe = Probe { address: secret.addr(), secret: secret.read(0, 16).try_into().unwrap() };
     let open = |limit| engine.open_process(own_pid(), probe, Deadline::after(limit));
@@ -218,10 +197,8 @@ fn opening_a_silent_process_gives_up_at_its_limit() {
 
 #[test]
 fn an_engine_that_ends_meanwhile_logs_it_and_unmaps_nothing() {
-    if PROCESS_READS.skips() {
-        return;
-    }
-    let (engine, read) = (engine(), Read::new(4, 4096));
+    let Some(engine) = engine() else { return };
+    let read = Read::new(4, 4096);
     let stall = read.stall();
     read.lose(&engine);
     let log = EventLog::new("llm_datadist::memory");
@@ -236,9 +213,7 @@ fn an_engine_that_ends_meanwhile_logs_it_and_unmaps_nothing() {
 
 #[test]
 fn memory_behind_userfaultfd_costs_a_timeout_until_the_peer_ends() {
-    if PROCESS_READS.skips() {
-        return;
-    }
+    let Some(engine) = engine() else { return };
     let peer = Peer::start_as("silent");
     let at = match &peer.silent {
         Ok(at) => *at,
@@ -246,7 +221,7 @@ fn memory_behind_userfaultfd_costs_a_timeout_until_the_peer_ends() {
             return skipped(&format!("userfaultfd needs root or vm.unprivileged_userfaultfd=1: {why}"));
         }
     };
-    let (engine, read, pid) = (engine(), of_peer(&peer, at), peer.process.pid());
+    let (read, pid) = (of_peer(&peer, at), peer.process.pid());
     lose(pid, || read.run(&engine, SHORT));
     assert!(read.is_held());
     // Its secret may lie in such memory as well. Linking does not hang either.

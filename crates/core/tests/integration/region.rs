@@ -7,10 +7,11 @@ use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
     Access, Generations, Region, Tensors, remember_process, this_process,
 };
-use llm_datadist_core::{CacheKind, ErrorKind, Placement};
+use llm_datadist_core::{CacheKind, Placement};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
 use rustix::process::{Resource, Rlimit, setrlimit};
 
+use crate::arguments::refused;
 use crate::child_process::{self, report};
 use crate::emulation;
 use crate::fixtures::{Buffer, adopt, desc, skipped};
@@ -47,10 +48,9 @@ fn adopted_memory_must_be_mapped_with_the_right_to_access() {
         (code, 1, Access::Write, Some("not mapped writable")),
     ] {
         let checked = Tensors::adopted(tensors(addr, rows)).check_present(access);
-        assert_eq!(checked.is_err(), refusal.is_some(), "{addr:x} {access:?}");
-        if let (Err(error), Some(text)) = (checked, refusal) {
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-            assert!(error.to_string().contains(text), "{error}");
+        match refusal {
+            Some(text) => drop(refused(checked, &[text])),
+            None => checked.unwrap(),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::Cache;
-use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse, all_rows};
+use llm_datadist_core::testing::cache::{CallRows, Pin, RowUse, WaitingCall, all_rows};
 use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, Placement};
 
 use crate::fixtures::{adopt, desc, pin_reads, pin_writes};
@@ -39,6 +39,12 @@ fn pin_for_peer(cache: &Arc<Cache>, reads: &[u64], deadline: Deadline) -> Result
     CallRows::of(cache.clone(), rows).pin_for_peer(deadline, || true)
 }
 
+/// A call that will write rows, in its place in their queues.
+fn entered(cache: &Arc<Cache>, writes: &[u64]) -> WaitingCall {
+    let rows = RowUse { writes: writes.into(), ..RowUse::default() };
+    CallRows::of(cache.clone(), rows).enter(false, None).unwrap()
+}
+
 fn reads(cache: &Arc<Cache>, rows: &[u64]) -> Result<Pin, Error> {
     within(cache, rows, &[], soon())
 }
@@ -62,38 +68,6 @@ fn readers_share_and_a_writer_is_alone() {
     assert!(reads(&cache, &[1, 2, 3]).is_err());
     drop((writer, second));
     writes(&cache, 0..16).unwrap();
-}
-
-#[test]
-fn failed_call_holds_no_row() {
-    let (a, b) = (cache(8), cache(8));
-    let held = writes(&b, [7]).unwrap();
-    for _ in 0..3 {
-        assert!(pin((&a, vec![1, 2]), (&b, vec![0, 7]), soon()).is_err());
-        assert!(pin((&b, vec![0, 7]), (&a, vec![1, 2]), soon()).is_err());
-    }
-    writes(&a, 0..8).unwrap();
-    writes(&b, 0..7).unwrap();
-    drop(held);
-    writes(&b, 0..8).unwrap();
-}
-
-#[test]
-fn one_call_may_read_and_write_the_same_row() {
-    let cache = cache(8);
-    for (read, written) in [(&[2][..], &[2][..]), (&[0, 1, 2, 2], &[1, 2, 3, 3])] {
-        let pins = within(&cache, read, written, soon()).unwrap();
-        assert!(reads(&cache, &[2]).is_err());
-        drop(pins);
-        writes(&cache, 0..8).unwrap();
-    }
-}
-
-#[test]
-fn free_row_is_pinned_even_after_the_deadline() {
-    let passed = Deadline::after(Duration::ZERO);
-    assert!(passed.passed());
-    within(&cache(8), &[1], &[2], passed).unwrap();
 }
 
 #[test]
@@ -187,9 +161,7 @@ fn a_waiting_call_is_passed_a_limited_number_of_times() {
     let cache = cache(4);
     let request = || pin_for_peer(&cache, &[1], soon());
     let mut held = request().unwrap();
-    let writer = CallRows::of(cache.clone(), RowUse { writes: [1].into(), ..RowUse::default() })
-        .enter(false, None)
-        .unwrap();
+    let writer = entered(&cache, &[1]);
     let mut passed = 0;
     let error = loop {
         match request() {
@@ -211,8 +183,7 @@ fn a_waiting_call_is_passed_a_limited_number_of_times() {
 fn a_request_passes_a_call_in_all_rows_or_in_none() {
     let cache = cache(4);
     let held = pin_for_peer(&cache, &[2], soon()).unwrap();
-    let rows = RowUse { writes: vec![1, 2].into(), ..RowUse::default() };
-    let call = CallRows::of(cache.clone(), rows).enter(false, None).unwrap();
+    let call = entered(&cache, &[1, 2]);
     while pin_for_peer(&cache, &[2], soon()).is_ok() {}
     std::thread::scope(|scope| {
         let request = scope.spawn(|| pin_for_peer(&cache, &[1, 2], late()));
@@ -245,8 +216,7 @@ fn writer_that_timed_out_blocks_no_reader() {
 fn a_freed_cache_admits_no_call() {
     let cache = cache(16);
     let reader = reads(&cache, &[3]).unwrap();
-    let waiting = CallRows::of(cache.clone(), RowUse { writes: [3].into(), ..RowUse::default() });
-    let waiting = waiting.enter(false, None).unwrap();
+    let waiting = entered(&cache, &[3]);
     let last = all_rows(&cache).unwrap();
     let not_found = |result: Result<Pin, Error>| result.unwrap_err().kind() == ErrorKind::CacheNotFound;
     assert!(not_found(reads(&cache, &[0])) && not_found(pin_for_peer(&cache, &[0], soon())));

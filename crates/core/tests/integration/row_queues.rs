@@ -120,13 +120,10 @@ impl Twin {
             }
             Step::Begin(number) if !self.calls.is_empty() => {
                 let position = number % self.calls.len();
-                let (asked, state) = self.calls.remove(position);
-                let State::Waits { call, notified, was_ready } = state else {
-                    return self.calls.insert(position, (asked, state));
-                };
-                if !call.is_ready() {
-                    return self.calls.insert(position, (asked, State::Waits { call, notified, was_ready }));
+                if !matches!(&self.calls[position].1, State::Waits { call, .. } if call.is_ready()) {
+                    return;
                 }
+                let (asked, State::Waits { call, .. }) = self.calls.remove(position) else { unreachable!() };
                 let pin = call.pin(passed).expect("its rows are free");
                 self.calls.insert(position, (asked, State::Holds { _pin: pin }));
             }

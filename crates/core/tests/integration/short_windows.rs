@@ -19,7 +19,7 @@ use crate::fixtures::{
     copied_bytes, copy_engine, listed, local_streams, pattern, plan_of_peer, proptest_cases, ringed_streams,
     soon, tensors_over,
 };
-use crate::socket_copies::{Arrived, SocketCopies as _};
+use crate::socket_copies::{Arrived, SocketCopies as _, passed};
 
 const TENSORS: usize = 2;
 /// Bytes of a tensor.
@@ -81,26 +81,6 @@ fn sum_of(plan: &CopyPlan, range: std::ops::Range<u64>) -> u64 {
     block.value()
 }
 
-/// Compared with the memory of the receiver, read again.
-#[test]
-fn the_sum_of_a_receiver_is_that_of_its_memory() {
-    let (engine, plan) = (copy_engine(), hundred());
-    let (_kept, src) = tensors_over(1, 1, BYTES, |tensor, at| pattern(4, tensor, at));
-    let (buffer, dst) = tensors_over(1, 1, BYTES, |_, _| 0xEE);
-    let (local, remote) = local_streams("short_windows_sum");
-    let (mut sent, mut placed) = (sum(), sum());
-    std::thread::scope(|scope| {
-        let sent = Some(&mut sent);
-        scope.spawn(|| engine.send(&plan, 0..plan.bytes(), &src, &local, soon(), sent).unwrap());
-        let arrived = Arrived { progress: &Arc::default(), sum: Some(&mut placed) };
-        engine.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), arrived).unwrap();
-    });
-    let mut block = bound().block();
-    (0..100).for_each(|piece| block.add(&buffer.read(piece * 200, 100)));
-    assert_eq!(placed.value(), block.value());
-    assert_eq!(sent.value(), block.value());
-}
-
 /// A plan with a template for each span.
 fn plan_of_templates(spans: &[Span]) -> Result<CopyPlan, Error> {
     let one = |span: &Span| Template::new((0, 0), vec![(0, 0)], vec![*span]);
@@ -129,12 +109,10 @@ fn short_pieces_arrive_as_the_model_says() {
         let progress = Arc::new(Progress::default());
         for range in cuts.windows(2).map(|two| two[0]..two[1]) {
             let (mut sent, mut placed) = (sum(), sum());
-            std::thread::scope(|scope| {
-                let sent = Some(&mut sent);
-                scope.spawn(|| engine.send(&plan, range.clone(), &src, &local, soon(), sent).unwrap());
-                let arrived = Arrived { progress: &progress, sum: Some(&mut placed) };
-                engine.receive(&plan, range.clone(), &dst, &remote, soon(), arrived).unwrap();
-            });
+            let arrived = Arrived { progress: &progress, sum: Some(&mut placed) };
+            let (from, to) = ((&engine, &src, &local), (&engine, &dst, &remote));
+            let ends = passed(&plan, &range, from, to, (Some(&mut sent), arrived));
+            prop_assert!(matches!(ends, (Ok(()), Ok(()))), "{:?}", ends);
             let (sent, placed) = (sent.value(), placed.value());
             prop_assert_eq!(sent, sum_of(&plan, range), "the bytes in the order of the plan");
             prop_assert_eq!(sent, placed);
@@ -192,10 +170,9 @@ fn through_buffers(streams: fn(&str) -> (Stream, Stream), spans: &[Span]) -> (u6
     let (local, remote) = streams("short_windows_count");
     let (sender, receiver) = (copy_engine(), copy_engine());
     let plan = plan_of_peer(1, 0, 0, spans.to_vec()).unwrap();
-    std::thread::scope(|scope| {
-        scope.spawn(|| sender.send(&plan, 0..plan.bytes(), &src, &local, soon(), None).unwrap());
-        receiver.receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &Arc::default()).unwrap();
-    });
+    let (from, to) = ((&sender, &src, &local), (&receiver, &dst, &remote));
+    let ends = passed(&plan, &(0..plan.bytes()), from, to, (None, &Arc::default()));
+    assert!(matches!(ends, (Ok(()), Ok(()))), "{ends:?}");
     let copied = |(plain, streaming): (u64, u64)| plain + streaming;
     (copied(sender.counted().bytes()), copied(receiver.counted().bytes()))
 }

@@ -9,6 +9,8 @@ use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::{Deadline, Placement, Result};
 
+use crate::fixtures::soon;
+
 /// Where a receiver records what has arrived.
 pub struct Arrived<'a> {
     pub progress: &'a Arc<Progress>,
@@ -52,6 +54,24 @@ pub trait SocketCopies {
         let job = PathJob { copy_engine: self.engine(), plan, deadline };
         StreamPath { stream, range, sum }.read(job, to, progress, Arc::new(())).map(drop)
     }
+}
+
+/// Sends a range of a plan from one engine and memory to others, and returns what either end says. An end that fails closes its stream.
+pub fn passed<'a>(
+    plan: &CopyPlan,
+    range: &Range<u64>,
+    (sender, src, local): (&CopyEngine, &Arc<Tensors>, &Stream),
+    (receiver, dst, remote): (&CopyEngine, &Arc<Tensors>, &Stream),
+    (sum, arrived): (Option<&mut WindowSum>, impl Into<Arrived<'a>>),
+) -> (Result<()>, Result<()>) {
+    let closed_by = |stream: &Stream, result: Result<()>| result.inspect_err(|_| stream.close());
+    std::thread::scope(|scope| {
+        let sent =
+            scope.spawn(|| closed_by(local, sender.send(plan, range.clone(), src, local, soon(), sum)));
+        let received = receiver.receive(plan, range.clone(), dst, remote, soon(), arrived);
+        let received = closed_by(remote, received);
+        (sent.join().unwrap(), received)
+    })
 }
 
 impl SocketCopies for CopyEngine {

@@ -2,6 +2,7 @@
 //!
 //! `links` has the same device under pulls and pushes, and `peer_memory` reads of another process into it.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -12,13 +13,14 @@ use llm_datadist_core::testing::copy::{CopyEngine, Progress};
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::memory::{Reach, Tensors};
+use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::plan::CopyPlan;
-use llm_datadist_core::{ClusterId, ErrorKind};
+use llm_datadist_core::{ClusterId, ErrorKind, Result};
 
 use crate::fixtures::{
     Buffer, Gated, block_plan, copied_bytes, local_streams, pattern, ringed_streams, soon, tensors_over,
 };
-use crate::socket_copies::SocketCopies as _;
+use crate::socket_copies::{SocketCopies as _, passed};
 
 const TENSORS: usize = 3;
 const ROWS: usize = 300;
@@ -84,6 +86,21 @@ fn copy_all(device: &Gated, from: &Tensors, to: &Tensors) {
     }
 }
 
+/// Moves a range of the plan of [`pairs`]. Returns what the sender and the receiver say.
+fn moved(
+    range: &Range<u64>,
+    (src, local): (&Side, &Stream),
+    (dst, remote): (&Side, &Stream),
+    progress: &Arc<Progress>,
+) -> (Result<()>, Result<()>) {
+    let (from, to) = ((&src.engine, &src.tensors, local), (&dst.engine, &dst.tensors, remote));
+    passed(&plan(), range, from, to, (None, progress))
+}
+
+fn plan() -> CopyPlan {
+    block_plan(&pairs(), ROW as u64, TENSORS as u32)
+}
+
 fn source(on_device: bool) -> Side {
     Side::new(on_device, |tensor, at| pattern(4, tensor, at))
 }
@@ -94,7 +111,7 @@ fn destination(on_device: bool) -> Side {
 
 #[test]
 fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
-    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
+    let plan = plan();
     assert!(plan.bytes() > 4 << 20);
     for (from_device, to_device) in [(true, false), (false, true), (true, true), (false, false)] {
         let src = source(from_device);
@@ -105,14 +122,8 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
                 let progress = Arc::new(Progress::default());
                 let mut from = 0;
                 for to in cuts.iter().copied().chain([plan.bytes()]) {
-                    thread::scope(|scope| {
-                        let send = || src.engine.send(&plan, from..to, &src.tensors, &local, soon(), None);
-                        let sender = scope.spawn(send);
-                        dst.engine
-                            .receive(&plan, from..to, &dst.tensors, &remote, soon(), &progress)
-                            .unwrap();
-                        sender.join().unwrap().unwrap();
-                    });
+                    let ends = moved(&(from..to), (&src, &local), (&dst, &remote), &progress);
+                    assert!(matches!(ends, (Ok(()), Ok(()))), "{ends:?}");
                     from = to;
                     assert_eq!(progress.bytes(), to);
                 }
@@ -124,21 +135,14 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
 
 #[test]
 fn a_device_that_fails_ends_the_call_and_what_is_done_is_in_place() {
-    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
+    let plan = plan();
     for allowed in [0, 1, 150, 400] {
         let (src, dst) = (source(false), destination(true));
         let (local, remote) = local_streams("staged");
         let progress = Arc::new(Progress::default());
         dst.gate.fail_after(allowed);
-        let error = thread::scope(|scope| {
-            scope.spawn(|| {
-                let _ = src.engine.send(&plan, 0..plan.bytes(), &src.tensors, &local, soon(), None);
-            });
-            let received =
-                dst.engine.receive(&plan, 0..plan.bytes(), &dst.tensors, &remote, soon(), &progress);
-            remote.close();
-            received.unwrap_err()
-        });
+        let whole = 0..plan.bytes();
+        let error = moved(&whole, (&src, &local), (&dst, &remote), &progress).1.unwrap_err();
         assert!(error.to_string().contains("failed as requested"), "{error}");
         assert_eq!(copied_bytes(&error), (progress.bytes(), plan.bytes()));
         dst.gate.fail_after(u64::MAX);
@@ -154,22 +158,15 @@ fn a_device_that_fails_ends_the_call_and_what_is_done_is_in_place() {
         let (src, dst) = (source(true), destination(false));
         let (local, remote) = local_streams("staged");
         src.gate.fail_after(allowed);
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                let progress = Arc::new(Progress::default());
-                let _ = dst.engine.receive(&plan, 0..plan.bytes(), &dst.tensors, &remote, soon(), &progress);
-            });
-            let sent = src.engine.send(&plan, 0..plan.bytes(), &src.tensors, &local, soon(), None);
-            local.close();
-            assert!(sent.unwrap_err().to_string().contains("failed as requested"));
-        });
+        let (sent, _) = moved(&whole, (&src, &local), (&dst, &remote), &Arc::default());
+        assert!(sent.unwrap_err().to_string().contains("failed as requested"));
     }
 }
 
 /// The peer is gone while a worker has the device write. The call ends after that.
 #[test]
 fn a_receive_ends_after_its_last_write() {
-    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
+    let plan = plan();
     let (src, dst) = (source(false), destination(true));
     let (local, remote) = local_streams("staged");
     dst.gate.shut();
@@ -195,20 +192,12 @@ fn a_receive_ends_after_its_last_write() {
 
 #[test]
 fn a_device_that_panics_fails_the_call() {
-    let plan = block_plan(&pairs(), ROW as u64, TENSORS as u32);
     let (src, dst) = (source(true), destination(false));
     let (local, remote) = local_streams("staged");
     *src.gate.panics.lock().unwrap() = Some("llm-copy".into());
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            let progress = Arc::new(Progress::default());
-            let _ = dst.engine.receive(&plan, 0..plan.bytes(), &dst.tensors, &remote, soon(), &progress);
-        });
-        // The hop that panics may also be run by this thread, if no worker has begun it.
-        let sent = src.engine.send(&plan, 0..plan.bytes(), &src.tensors, &local, soon(), None);
-        local.close();
-        if src.gate.panics.lock().unwrap().is_none() {
-            assert_eq!(sent.unwrap_err().kind(), ErrorKind::System);
-        }
-    });
+    let (sent, _) = moved(&(0..plan().bytes()), (&src, &local), (&dst, &remote), &Arc::default());
+    // The hop that panics may also be run by the thread that sends, if no worker has begun it.
+    if src.gate.panics.lock().unwrap().is_none() {
+        assert_eq!(sent.unwrap_err().kind(), ErrorKind::System);
+    }
 }

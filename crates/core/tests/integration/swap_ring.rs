@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use llm_datadist_core::bindings::{DataDist, End};
 use llm_datadist_core::testing::device::{self, Copier, Copy, HostReach};
@@ -25,6 +25,14 @@ fn patterned_host(tensors: u32, rows: usize, row_bytes: usize) -> Own {
     cache
 }
 
+/// Whether rows of `host` that are in `device` come back as they are.
+fn come_back(engine: &DataDist, device: &End, host: &Own, pairs: &[(i64, i64)]) -> bool {
+    let (geometry, rows) = (host.cache.geometry(), host.cache.geometry().rows() as usize);
+    let back = Own::loose(&desc(Host, geometry.num_tensors(), rows, geometry.row_bytes() as usize), Blocks);
+    engine.swap_blocks(device, &back.end(), pairs).run().unwrap();
+    back.read() == host.read()
+}
+
 #[test]
 fn the_failure_of_either_stage_fails_the_call() {
     let sim = Arc::new(SimDevice::new(HostReach::Staged));
@@ -41,9 +49,7 @@ fn the_failure_of_either_stage_fails_the_call() {
     }
     sim.fail_after(u64::MAX);
     engine.swap_blocks(&host.end(), &end(&device), &same_rows(24)).run().unwrap();
-    let back = Own::loose(&desc(Host, 2, 24, BLOCK), Blocks);
-    engine.swap_blocks(&end(&device), &back.end(), &same_rows(24)).run().unwrap();
-    assert!(back.read() == host.read());
+    assert!(come_back(&engine, &end(&device), &host, &same_rows(24)));
     let stats = engine.stats();
     assert_eq!((stats.swap_in_ring, stats.swap_in_direct, stats.ring_bytes), (1, 0, 4 * BLOCK as u64));
 }
@@ -59,9 +65,7 @@ fn the_ring_is_kept_and_grows() {
         let device = engine.allocate(&desc(Device, 3, 6, block), Blocks, &[]).unwrap();
         engine.swap_blocks(&host.end(), &end(&device), &same_rows(6)).run().unwrap();
         assert_eq!(engine.stats().ring_bytes, ring, "{block}");
-        let back = Own::loose(&desc(Host, 3, 6, block), Blocks);
-        engine.swap_blocks(&end(&device), &back.end(), &same_rows(6)).run().unwrap();
-        assert!(back.read() == host.read());
+        assert!(come_back(&engine, &end(&device), &host, &same_rows(6)));
         engine.deallocate(device.id()).unwrap();
     }
 }
@@ -92,12 +96,11 @@ fn a_ring_that_cannot_be_allocated_fails_that_call_only() {
 #[test]
 fn without_threads_the_caller_also_empties_the_ring() {
     let engine = engine_on(config(16 << 20), Arc::new(SimDevice::new(HostReach::Staged)));
-    let (host, back) = (patterned_host(2, 24, BLOCK), Own::loose(&desc(Host, 2, 24, BLOCK), Blocks));
+    let host = patterned_host(2, 24, BLOCK);
     let device = engine.allocate(&desc(Device, 2, 24, BLOCK), Blocks, &[]).unwrap();
     engine.refuse_copy_threads(true);
     engine.swap_blocks(&host.end(), &end(&device), &same_rows(24)).run().unwrap();
-    engine.swap_blocks(&end(&device), &back.end(), &same_rows(24)).run().unwrap();
-    assert!(back.read() == host.read());
+    assert!(come_back(&engine, &end(&device), &host, &same_rows(24)));
     assert_eq!(engine.stats().swap_in_ring, 1);
 }
 
@@ -116,28 +119,6 @@ fn a_swap_in_that_waits_for_the_ring_ends_at_its_limit() {
         let _ = first.join().unwrap();
     });
     engine.swap_blocks(&host, &remote, &[(1, 1)]).run().unwrap();
-}
-
-/// A direct copy holds the only worker, so that no thread but the caller empties the ring.
-#[test]
-fn a_swap_in_behind_busy_workers_ends() {
-    let (device, engine, [host, remote]) = gated(Duration::from_millis(400));
-    device.shut();
-    thread::scope(|scope| {
-        let (engine, host, remote) = (&engine, &host, &remote);
-        let pairs: Vec<_> = (0..32).map(|row| (row, 32 + row * 5 % 32)).collect();
-        let busy = scope.spawn(move || engine.copy_blocks(remote, &pairs).run());
-        device.wait_for(2); // the calling thread and the only worker
-        let blocked = scope.spawn(move || engine.swap_blocks(host, remote, &[(0, 0)]).run());
-        let started = Instant::now();
-        while !blocked.is_finished() && started.elapsed() < Duration::from_secs(3) {
-            thread::sleep(Duration::from_millis(10));
-        }
-        device.open();
-        let _ = busy.join().unwrap();
-        let _ = blocked.join().unwrap();
-    });
-    engine.swap_blocks(&host, &remote, &[(0, 0)]).run().unwrap();
 }
 
 /// A device whose copies sometimes pause for so long that an idle worker falls asleep.
@@ -182,7 +163,5 @@ fn copies_that_pause_pass_the_ring() {
         }
     }
     assert_eq!(engine.stats().swap_in_ring, 2 * 51);
-    let copy = Own::loose(&desc(Host, 2, ROWS as usize, 96), Blocks);
-    engine.swap_blocks(&end(&device), &copy.end(), &back).run().unwrap();
-    assert!(copy.read() == host.read());
+    assert!(come_back(&engine, &end(&device), &host, &back));
 }

@@ -16,8 +16,9 @@ use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, 
 use llm_datadist_core::testing::protocol::{self, HANDSHAKE_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
+use crate::arguments::refused_as;
 use crate::counting_allocator;
-use crate::fixtures::{accepted, pattern, share_rings, skipped, soon};
+use crate::fixtures::{accepted, eventually, pattern, share_rings, skipped, soon};
 
 fn short() -> Deadline {
     Deadline::after(Duration::from_millis(50)).named("the_limit")
@@ -81,10 +82,12 @@ fn connected(transport: &dyn Transport, at: &Address) -> (Box<dyn Listener>, Str
 }
 
 fn frame(body: &[u8]) -> Vec<u8> {
-    let mut frame = b"LD\x12\x01".to_vec();
-    frame.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
-    frame.extend(body);
-    frame
+    [&header(body.len()), body].concat()
+}
+
+fn header(body_len: usize) -> [u8; HEADER] {
+    let [a, b, c, d] = u32::try_from(body_len).unwrap().to_le_bytes();
+    [b'L', b'D', 0x12, MESSAGE, a, b, c, d]
 }
 
 fn receive(stream: &Stream) -> Result<Option<(u8, Vec<u8>)>> {
@@ -180,9 +183,7 @@ fn length_over_the_limit_ends_the_stream() {
         (HANDSHAKE_LIMIT + 1, HANDSHAKE_LIMIT),
     ] {
         each(|_, _, local, remote| {
-            let mut header = b"LD\x12\x01".to_vec();
-            header.extend((claimed as u32).to_le_bytes());
-            raw(&local).write_all(&header).unwrap();
+            raw(&local).write_all(&header(claimed)).unwrap();
             let error = remote.receive(limit, Duration::ZERO, soon()).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::NotLinked);
             assert_eq!(error.fact("bytes"), Some(claimed.to_string().as_str()));
@@ -208,10 +209,7 @@ fn longest_frame_passes() {
 fn claimed_length_allocates_no_memory() {
     // A frame announces 63 MiB, and a hundred bytes arrive. The memory is bounded by what arrived.
     each(|_, _, local, remote| {
-        let mut header = b"LD\x12\x01".to_vec();
-        header.extend((63u32 << 20).to_le_bytes());
-        header.extend([0; 100]);
-        raw(&local).write_all(&header).unwrap();
+        raw(&local).write_all(&[&header(63 << 20)[..], &[0; 100]].concat()).unwrap();
         let (result, peak) = counting_allocator::peak(|| receive_by(&remote, short()));
         assert_eq!(kind_of(result), ErrorKind::Timeout);
         assert!(remote.is_closed());
@@ -406,13 +404,9 @@ fn addresses_of_other_transports_are_refused() {
     let cases = cases();
     for case in &cases {
         for other in cases.iter().filter(|other| other.transport.name() != case.transport.name()) {
-            for error in [
-                case.transport.dial(&other.at, soon()).unwrap_err(),
-                case.transport.listen(&other.at).map(drop).unwrap_err(),
-            ] {
-                assert_eq!(error.kind(), ErrorKind::LinkFailed);
-                assert!(error.to_string().contains("another transport"), "{error}");
-            }
+            let refused = |what| refused_as(ErrorKind::LinkFailed, what, &["another transport"]);
+            refused(case.transport.dial(&other.at, soon()).map(drop));
+            refused(case.transport.listen(&other.at).map(drop));
         }
     }
 }
@@ -463,11 +457,8 @@ fn a_peer_that_has_gone_is_seen_behind_what_it_left() {
         local.send(&frame(&vec![7; 40_000]), soon()).unwrap();
         assert!(!remote.abandoned() && !local.abandoned());
         local.close();
-        let until = Instant::now() + Duration::from_secs(20);
-        while !remote.abandoned() && Instant::now() < until {
-            thread::sleep(Duration::from_millis(1));
-        }
-        assert!(remote.abandoned() && local.abandoned());
+        eventually("the end of the peer", || remote.abandoned());
+        assert!(local.abandoned());
         assert!(body(&remote) == vec![7; 40_000], "what it left is there all the same");
     });
 }

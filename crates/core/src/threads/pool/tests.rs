@@ -25,20 +25,37 @@ impl Drop for Closes<'_> {
     }
 }
 
+type Work = Box<dyn FnOnce() + Send>;
+
+/// Adds jobs at once. Returns the error and the number of jobs that it gives back, if no thread can run them.
+fn try_add(
+    pool: &ThreadPool<Closures>,
+    jobs: impl IntoIterator<Item = Work>,
+) -> Result<(), (Option<i32>, usize)> {
+    let mut state = pool.lock();
+    let before = state.queue.len();
+    state.queue.extend(jobs);
+    let count = state.queue.len() - before;
+    pool.dispatch(state, count, false).map_err(|(error, jobs)| (error.raw_os_error(), jobs.len()))
+}
+
+fn add(pool: &ThreadPool<Closures>, job: impl FnOnce() + Send + 'static) {
+    try_add(pool, [Box::new(job) as Work]).unwrap();
+}
+
 /// Adds `count` jobs at once, each of which waits until all run, and returns their threads.
 fn meet_at_once(pool: &ThreadPool<Closures>, count: usize, at_once: usize) -> Vec<ThreadId> {
     let (sender, ran) = channel();
     let barrier = Arc::new(Barrier::new(count));
+    let job = || {
+        let (barrier, sender) = (barrier.clone(), sender.clone());
+        Box::new(move || {
+            barrier.wait();
+            sender.send(thread::current().id()).unwrap();
+        }) as Work
+    };
     for _ in 0..count / at_once {
-        let mut state = pool.lock();
-        for _ in 0..at_once {
-            let (barrier, sender) = (barrier.clone(), sender.clone());
-            state.queue.push_back(Box::new(move || {
-                barrier.wait();
-                sender.send(thread::current().id()).unwrap();
-            }));
-        }
-        pool.dispatch(state, at_once, false).map_err(|(error, _)| error).unwrap();
+        try_add(pool, (0..at_once).map(|_| job())).unwrap();
     }
     (0..count).map(|_| ran.recv_timeout(HOUR).unwrap()).collect()
 }
@@ -55,68 +72,32 @@ fn eventually(pool: &ThreadPool<Closures>, what: impl Fn(&State<Closures>) -> bo
     }
 }
 
-/// Waits until `count` threads are idle and one of them polls.
-fn await_poll(pool: &ThreadPool<Closures>, count: usize) {
-    eventually(pool, |state| state.polling == 1 && state.asleep.len() == count - 1);
-}
-
 #[test]
 fn the_polling_thread_takes_the_next_job_and_no_thread_is_woken() {
     let pool = pool(ONE_POLLS, HOUR);
     let _closes = Closes(&pool);
     let [first] = meet(&pool, 1)[..] else { panic!() };
     for _ in 0..100 {
-        await_poll(&pool, 1);
+        eventually(&pool, |state| state.polling == 1);
         assert_eq!(meet(&pool, 1), [first]);
         assert_eq!(pool.lock().waking, 0);
     }
     assert_eq!(pool.lock().threads, 1);
 }
 
-/// The polling thread takes one of the jobs, and each thread that takes one wakes the next.
+/// The polling thread takes one of the jobs. Those that are added together wake a thread each, but only as many as do not poll; of
+/// those that are added one by one, each thread that takes one wakes the next.
 #[test]
-fn jobs_that_the_polling_thread_does_not_take_wake_sleeping_threads() {
-    let pool = pool(ONE_POLLS, HOUR);
-    let _closes = Closes(&pool);
-    meet(&pool, 4);
-    for _ in 0..100 {
-        await_poll(&pool, 4);
-        meet(&pool, 4);
-    }
-    assert_eq!(pool.lock().threads, 4);
-}
-
-/// Jobs that are added together wake a thread each, but only as many as do not poll.
-#[test]
-fn jobs_that_are_added_together_are_taken_by_polling_and_woken_threads() {
-    for polls in [NO_POLL, ONE_POLLS, ALL_POLL] {
+fn jobs_are_taken_by_polling_and_woken_threads() {
+    for (polls, at_once) in [(NO_POLL, 4), (ONE_POLLS, 4), (ALL_POLL, 4), (ONE_POLLS, 1)] {
         let pool = pool(polls, HOUR);
         let _closes = Closes(&pool);
         for _ in 0..100 {
-            meet_at_once(&pool, 4, 4);
+            meet_at_once(&pool, 4, at_once);
             eventually(&pool, |state| state.polling + state.asleep.len() == 4);
-            assert_eq!(pool.lock().waking, 0);
+            assert_eq!(pool.lock().waking, 0, "{at_once} at once");
         }
         assert_eq!(pool.lock().threads, 4);
-    }
-}
-
-#[test]
-fn a_polling_thread_ends_with_its_pool() {
-    let pool = pool(ONE_POLLS, HOUR);
-    meet(&pool, 2);
-    await_poll(&pool, 2);
-    drop(Closes(&pool));
-    assert_eq!(pool.threads().count(), 0);
-}
-
-#[test]
-fn without_a_time_no_thread_polls() {
-    let pool = pool(NO_POLL, HOUR);
-    let _closes = Closes(&pool);
-    for _ in 0..100 {
-        meet(&pool, 2);
-        assert_eq!(pool.lock().polling, 0);
     }
 }
 
@@ -172,12 +153,10 @@ fn no_more_threads_than_allowed_and_none_is_lost_to_a_panic() {
     let (sender, ran) = channel();
     for number in 0..200 {
         let sender = sender.clone();
-        let mut state = pool.lock();
-        state.queue.push_back(Box::new(move || {
+        add(&pool, move || {
             sender.send((number, thread::current().id())).unwrap();
             assert!(number % 3 > 0, "injected");
-        }));
-        pool.dispatch(state, 1, false).map_err(|(error, _)| error).unwrap();
+        });
     }
     let mut all: Vec<_> = (0..200).map(|_| ran.recv_timeout(HOUR).unwrap()).collect();
     all.sort_unstable_by_key(|&(number, _)| number);
@@ -216,11 +195,9 @@ fn a_thread_that_starts_leaves_no_other_asleep() {
     let [sleeping] = meet(&pool, 1)[..] else { panic!() };
     eventually(&pool, |state| state.asleep.len() == 1);
     let (sender, ran) = channel();
-    let mut state = pool.lock();
     // Stands for a thread that takes long to start.
-    state.starting += 1;
-    state.queue.push_back(Box::new(move || sender.send(thread::current().id()).unwrap()));
-    pool.dispatch(state, 1, false).map_err(|(error, _)| error).unwrap();
+    pool.lock().starting += 1;
+    add(&pool, move || sender.send(thread::current().id()).unwrap());
     assert_eq!(ran.recv_timeout(HOUR), Ok(sleeping));
     pool.lock().starting -= 1;
 }
@@ -231,18 +208,13 @@ fn threads_that_could_not_be_started_are_started_later() {
     let pool = pool(NO_POLL, HOUR);
     let _closes = Closes(&pool);
     let (gates, barrier) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(4)));
-    let add = |job: Box<dyn FnOnce() + Send>| {
-        let mut state = pool.lock();
-        state.queue.push_back(job);
-        pool.dispatch(state, 1, false).map_err(|(error, _)| error).unwrap();
-    };
     let gate = gates.clone();
-    add(Box::new(move || _ = gate.wait()));
+    add(&pool, move || _ = gate.wait());
     eventually(&pool, |state| state.starting == 0 && state.queue.is_empty());
     pool.threads().refuse(true);
     for _ in 0..3 {
         let barrier = barrier.clone();
-        add(Box::new(move || _ = barrier.wait()));
+        add(&pool, move || _ = barrier.wait());
     }
     eventually(&pool, |state| (state.threads, state.queue.len()) == (1, 3));
     pool.threads().refuse(false);
@@ -257,18 +229,14 @@ fn threads_that_could_not_be_started_are_started_later() {
 fn jobs_without_a_thread_are_returned() {
     let pool = pool(NO_POLL, HOUR);
     let _closes = Closes(&pool);
-    let add = || {
-        let mut state = pool.lock();
-        state.queue.extend((0..3).map(|_| Box::new(|| ()) as Box<dyn FnOnce() + Send>));
-        pool.dispatch(state, 3, false).map_err(|(error, jobs)| (error.raw_os_error(), jobs.len()))
-    };
+    let three = || (0..3).map(|_| Box::new(|| ()) as Work);
     pool.threads().refuse(true);
-    assert_eq!(add(), Err((Some(libc::EAGAIN), 3)));
+    assert_eq!(try_add(&pool, three()), Err((Some(libc::EAGAIN), 3)));
     assert_eq!((pool.lock().queue.len(), pool.threads().count()), (0, 0));
     pool.threads().refuse(false);
     meet(&pool, 1);
     pool.threads().refuse(true);
-    assert_eq!(add(), Ok(()));
+    assert_eq!(try_add(&pool, three()), Ok(()));
     eventually(&pool, |state| state.queue.is_empty());
 }
 

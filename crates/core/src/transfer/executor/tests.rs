@@ -12,21 +12,25 @@ use crate::threads::EngineNumber;
 
 const CLASS: JobClass = JobClass::Calls(ClusterId(1));
 
-/// A job that sends its number and blocks until the other end of `gate` is dropped.
-struct Stalls {
+/// A job that sends its number when it starts, and at its end its engine, and `true` if it ran or `false` if it was refused because
+/// the engine closed. It blocks in between until the other end of `gate` is dropped.
+struct Reports {
     number: usize,
-    ran: Sender<usize>,
+    ended: Sender<(Option<EngineNumber>, bool)>,
+    started: Sender<usize>,
     gate: Arc<Mutex<Receiver<()>>>,
 }
 
-impl Job for Stalls {
+impl Job for Reports {
     fn run(self: Arc<Self>) {
-        let _ = self.ran.send(self.number);
+        let _ = self.started.send(self.number);
         let _ = self.gate.lock().recv();
+        let _ = self.ended.send((EngineNumber::current(), true));
     }
 
     fn refused(self: Arc<Self>, why: Error) {
-        drop(why);
+        assert_eq!(why.kind(), ErrorKind::Closed);
+        let _ = self.ended.send((None, false));
     }
 }
 
@@ -34,12 +38,12 @@ impl Job for Stalls {
 #[test]
 fn withdrawn_jobs_do_not_run() {
     let (executor, class) = (Executor::default(), JobClass::SeveralClusters);
-    let ((ran, numbers), (open, gate)) = (channel(), channel());
+    let ((started, numbers), (ended, _ends), (open, gate)) = (channel(), channel(), channel());
     let gate = Arc::new(Mutex::new(gate));
     let mut expected = Vec::new();
     for number in 0..2000 {
-        let job = Arc::new(Stalls { number, ran: ran.clone(), gate: gate.clone() });
-        let key = executor.handle.submit(class, job);
+        let job = Reports { number, ended: ended.clone(), started: started.clone(), gate: gate.clone() };
+        let key = executor.handle.submit(class, Arc::new(job));
         assert_eq!(key.is_some(), number >= MAX_WORKERS_OF_CLUSTER);
         match key.filter(|_| number % 10 > 0) {
             Some(key) => {
@@ -56,7 +60,7 @@ fn withdrawn_jobs_do_not_run() {
     let mut all: Vec<_> = expected.iter().map(|_| numbers.recv().unwrap()).collect();
     all.sort_unstable();
     assert_eq!(all, expected);
-    drop((executor, ran));
+    drop((executor, started));
     assert!(numbers.recv().is_err(), "a withdrawn job ran");
 }
 
@@ -100,27 +104,6 @@ fn two_engines() -> [Executor; 2] {
     [(); 2].map(|()| Executor::with_threads(threads.clone(), EngineNumber::next(), SPIN_BEFORE_PARK))
 }
 
-/// A job that sends its engine, and `true` if it ran or `false` if it was refused because the engine closed. It blocks in between
-/// until the other end of `gate` is dropped.
-struct Reports {
-    ended: Sender<(Option<EngineNumber>, bool)>,
-    started: Sender<()>,
-    gate: Arc<Mutex<Receiver<()>>>,
-}
-
-impl Job for Reports {
-    fn run(self: Arc<Self>) {
-        let _ = self.started.send(());
-        let _ = self.gate.lock().recv();
-        let _ = self.ended.send((EngineNumber::current(), true));
-    }
-
-    fn refused(self: Arc<Self>, why: Error) {
-        assert_eq!(why.kind(), ErrorKind::Closed);
-        let _ = self.ended.send((None, false));
-    }
-}
-
 /// Both engines have more jobs for one cluster than may run. Closing the first engine refuses those that wait and ends with
 /// those that run, while all jobs of the second one still run or wait.
 #[test]
@@ -131,8 +114,8 @@ fn an_engine_that_closes_leaves_the_jobs_of_others() {
     let engines = [first, second].map(|executor| {
         let ((open, gate), (ended, ends), (started, starts)) = (channel::<()>(), channel(), channel());
         let gate = Arc::new(Mutex::new(gate));
-        for _ in 0..JOBS {
-            let job = Reports { ended: ended.clone(), started: started.clone(), gate: gate.clone() };
+        for number in 0..JOBS {
+            let job = Reports { number, ended: ended.clone(), started: started.clone(), gate: gate.clone() };
             executor.handle.submit(CLASS, Arc::new(job));
         }
         // Jobs of the same class of two engines do not share the limit.
@@ -154,7 +137,8 @@ fn an_engine_that_closes_leaves_the_jobs_of_others() {
     assert_eq!(ran, [(Some(numbers[0]), true); MAX_WORKERS_OF_CLUSTER]);
     let (started, _) = channel();
     let (ended, refused) = channel();
-    late.submit(CLASS, Arc::new(Reports { ended, started, gate: Arc::new(Mutex::new(channel().1)) }));
+    let gate = Arc::new(Mutex::new(channel().1));
+    late.submit(CLASS, Arc::new(Reports { number: JOBS, ended, started, gate }));
     assert_eq!(refused.recv().unwrap(), (None, false));
 
     assert_eq!(second.handle.0.workers.lock().queue.taken_of(numbers[1]), MAX_WORKERS_OF_CLUSTER);

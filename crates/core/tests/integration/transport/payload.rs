@@ -11,7 +11,7 @@ use llm_datadist_core::testing::net::{Address, PADDING, Stream};
 use llm_datadist_core::{Deadline, ErrorKind};
 
 use super::{body, each, each_way, frame, interrupted, kind_of, raw, short, soon, stopped};
-use crate::fixtures::{Buffer, pattern};
+use crate::fixtures::{Buffer, eventually, pattern};
 
 /// Memory of the test in windows of the given sizes, one after the other, with a gap of `gap` bytes between them.
 pub(super) struct Cut {
@@ -125,13 +125,7 @@ fn many_bytes_are_waited_for_together() {
     let source = Cut::new(&[BYTES], 0, |at| pattern(7, 0, at));
     each(|case, _, local, remote| {
         let together = if matches!(case.at, Address::Tcp(_)) { 256 << 10 } else { 1 };
-        let agreed = |expected: i32| {
-            let until = Instant::now() + Duration::from_secs(10);
-            while woken_at(&remote) != expected && Instant::now() < until {
-                thread::sleep(Duration::from_millis(1));
-            }
-            assert_eq!(woken_at(&remote), expected);
-        };
+        let agreed = |expected: i32| eventually("another wait", || woken_at(&remote) == expected);
         let target = Cut::new(&[BYTES], 0, |_| 0);
         thread::scope(|scope| {
             let receiving = scope.spawn(|| remote.receive_windows(&target.windows(), soon()));

@@ -22,15 +22,6 @@ fn pair() -> (Stream, Stream) {
     (local, remote)
 }
 
-#[test]
-fn frame_sent_before_close_arrives() {
-    let (local, remote) = pair();
-    local.send(&frame(b"the last words"), soon()).unwrap();
-    drop(local);
-    assert_eq!(body(&remote), b"the last words");
-    assert!(receive(&remote).unwrap().is_none());
-}
-
 /// A process that dies leaves the part of a frame that it has written.
 #[test]
 fn half_a_frame_before_the_end_is_no_frame() {
