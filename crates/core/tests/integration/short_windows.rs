@@ -126,12 +126,6 @@ fn short_pieces_arrive_as_the_model_says() {
     }
 }
 
-/// A plan of 100 pieces of 100 bytes, each of which has 200 bytes in the destination.
-fn hundred() -> CopyPlan {
-    let span = Span { src: 0, dst: 0, len: 100, count: 100, src_step: 100, dst_step: 200 };
-    plan_of_peer(1, 0, 0, vec![span]).unwrap()
-}
-
 #[test]
 fn whole_pieces_before_a_break_are_in_place() {
     let (buffer, dst) = tensors_over(1, 1, BYTES, |_, _| 0xEE);

@@ -27,8 +27,9 @@ fn patterned_host(tensors: u32, rows: usize, row_bytes: usize) -> Own {
 
 /// Whether rows of `host` that are in `device` come back as they are.
 fn come_back(engine: &DataDist, device: &End, host: &Own, pairs: &[(i64, i64)]) -> bool {
-    let (geometry, rows) = (host.cache.geometry(), host.cache.geometry().rows() as usize);
-    let back = Own::loose(&desc(Host, geometry.num_tensors(), rows, geometry.row_bytes() as usize), Blocks);
+    let geometry = host.cache.geometry();
+    let (rows, row_bytes) = (geometry.rows() as usize, geometry.row_bytes() as usize);
+    let back = Own::loose(&desc(Host, geometry.num_tensors(), rows, row_bytes), Blocks);
     engine.swap_blocks(device, &back.end(), pairs).run().unwrap();
     back.read() == host.read()
 }

@@ -82,7 +82,7 @@ fn connected(transport: &dyn Transport, at: &Address) -> (Box<dyn Listener>, Str
 }
 
 fn frame(body: &[u8]) -> Vec<u8> {
-    [&header(body.len()), body].concat()
+    [&header(body.len())[..], body].concat()
 }
 
 fn header(body_len: usize) -> [u8; HEADER] {
