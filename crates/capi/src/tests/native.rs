@@ -402,10 +402,10 @@ fn registered_memory_is_copied_in_place() {
     let node = Node::new(&[]);
     node.fill(3);
     let mut memory = vec![0_u8; BLOCKS * 96 * TENSORS];
-    let start = memory.as_mut_ptr();
+    let base = memory.as_mut_ptr();
     // SAFETY: inside the memory.
     let mut addresses: Vec<*mut c_void> =
-        (0..TENSORS).map(|tensor| unsafe { start.add(tensor * BLOCKS * 96) }.cast()).collect();
+        (0..TENSORS).map(|tensor| unsafe { base.add(tensor * BLOCKS * 96) }.cast()).collect();
     let (form, mut cache) = (LlmDatadistForm { stride: 96, tensors: 0, ..form() }, 0);
     // SAFETY: the memory lives until the cache is freed.
     let status = unsafe {
