@@ -56,7 +56,8 @@ pub trait SocketCopies {
     }
 }
 
-/// Sends a range of a plan from one engine and memory to others, and returns what either end says. An end that fails closes its stream.
+/// Sends a range of a plan from one engine and memory to others, and returns what either end says. An end that fails
+/// closes its stream.
 pub fn passed<'a>(
     plan: &CopyPlan,
     range: &Range<u64>,

@@ -436,7 +436,8 @@ fn pushes_agree_with_the_model() {
     });
 }
 
-/// The local side is checked first: a remote cache that lacks the slot is not noticed. `words` has the whole texts of other rules.
+/// The local side is checked first: a remote cache that lacks the slot is not noticed. `words` has the whole texts of
+/// other rules.
 #[test]
 fn refused_pulls_name_the_argument_and_its_limit() {
     let (batch, blocks, all) = (spec(Batch, 4, 3, 8), spec(Blocks, 4, 4, 8), Layers::ALL);

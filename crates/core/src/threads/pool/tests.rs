@@ -85,8 +85,8 @@ fn the_polling_thread_takes_the_next_job_and_no_thread_is_woken() {
     assert_eq!(pool.lock().threads, 1);
 }
 
-/// The polling thread takes one of the jobs. Those that are added together wake a thread each, but only as many as do not poll; of
-/// those that are added one by one, each thread that takes one wakes the next.
+/// The polling thread takes one of the jobs. Those that are added together wake a thread each, but only as many as do not
+/// poll; of those that are added one by one, each thread that takes one wakes the next.
 #[test]
 fn jobs_are_taken_by_polling_and_woken_threads() {
     for (polls, at_once) in [(NO_POLL, 4), (ONE_POLLS, 4), (ALL_POLL, 4), (ONE_POLLS, 1)] {

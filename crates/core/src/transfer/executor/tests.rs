@@ -12,8 +12,8 @@ use crate::threads::EngineNumber;
 
 const CLASS: JobClass = JobClass::Calls(ClusterId(1));
 
-/// A job that sends its number when it starts, and at its end its engine, and `true` if it ran or `false` if it was refused because
-/// the engine closed. It blocks in between until the other end of `gate` is dropped.
+/// A job that sends its number when it starts, and at its end its engine, and `true` if it ran or `false` if it was refused
+/// because the engine closed. It blocks in between until the other end of `gate` is dropped.
 struct Reports {
     number: usize,
     ended: Sender<(Option<EngineNumber>, bool)>,
