@@ -264,7 +264,9 @@ fn events_and_their_descriptor() {
 fn messages_have_any_length_up_to_the_limit() {
     let linked = Linked::new();
     let sent = [vec![7; LLM_DATADIST_MAX_MESSAGE], Vec::new(), vec![1]];
-    sent.iter().for_each(|message| linked.sent(message));
+    for message in &sent {
+        linked.sent(message);
+    }
     assert_eq!(messages(&linked.two, 3, 2), sent);
 }
 

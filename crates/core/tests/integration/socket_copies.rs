@@ -69,9 +69,9 @@ pub fn passed<'a>(
     std::thread::scope(|scope| {
         let sent =
             scope.spawn(|| closed_by(local, sender.send(plan, range.clone(), src, local, soon(), sum)));
-        let received = receiver.receive(plan, range.clone(), dst, remote, soon(), arrived);
-        let received = closed_by(remote, received);
-        (sent.join().unwrap(), received)
+        let result = receiver.receive(plan, range.clone(), dst, remote, soon(), arrived);
+        let result = closed_by(remote, result);
+        (sent.join().unwrap(), result)
     })
 }
 
