@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 LAYOUTS = ("contiguous", "paged")
 
 
-def in_two_processes(setup: Setup, limit_s: float) -> tuple[list[Timing], Served]:
+def in_two_processes(setup: Setup) -> tuple[list[Timing], Served]:
     """Run prefill and decode, and return the result of each. Neither outlives this call.
 
-    Raises RuntimeError if one of them ends without a result, or has none after `limit_s`.
+    Raises RuntimeError if one of them ends without a result, or has none after the limit of `setup`.
     """
     context = mp.get_context("spawn")  # an engine does not survive a fork
     between = context.Pipe()
@@ -53,7 +53,7 @@ def in_two_processes(setup: Setup, limit_s: float) -> tuple[list[Timing], Served
         into.close()
         end.close()
     try:
-        got = _gather(results, limit_s)
+        got = _gather(results, setup.limit_s)
     finally:
         for process in processes:
             process.kill()
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a smaller model and fewer tokens")
     parser.add_argument("--prove", action="store_true", help="before the last layer, wait for one to have arrived")
     parser.add_argument("--transport", choices=("auto", "shm", "tcp"), default="auto", help="how the link moves bytes")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for both processes; 60 by default")
+    parser.add_argument("--limit", type=float, default=60.0, help="time limit of both processes, in seconds (60)")
     options = parser.parse_args()
     shape = Shape(layers=6, hidden=64, heads=4, kv_heads=2, inner=160, vocabulary=96, tokens=160)
     work = Workload.make(shape if options.small else Shape(), groups=3)
@@ -141,9 +141,9 @@ def main() -> int:
         print(f"  request {number}: {len(request.prompt):3} tokens, then {len(tokens):2}: {shown}")
     good = True
     for layout in LAYOUTS:
-        setup = Setup(work, layout, rows_needed(work, layout), options.prove, options.transport)
+        setup = Setup(work, layout, rows_needed(work, layout), options.prove, options.transport, options.limit)
         try:
-            timings, served = in_two_processes(setup, options.limit)
+            timings, served = in_two_processes(setup)
         except RuntimeError as error:
             print(f"{layout}: {error}", file=sys.stderr)
             return 1

@@ -18,25 +18,27 @@ if TYPE_CHECKING:
     from generation import Workload
     from model import Array
 
-LIMIT_S = 20.0
-"""Time limit of every wait for the other process, for a layer or for a transfer, in seconds."""
-
 
 class Setup(NamedTuple):
-    """The arguments of a process. `rows`: of the prefill cache, and of the device and host cache of decode."""
+    """The arguments of a process.
+
+    `rows`: of the prefill cache, and of the device and host cache of decode. `limit_s`: the time limit of every wait
+    for the other process, for a layer or for a transfer, in seconds.
+    """
 
     work: Workload
     layout: str
     rows: tuple[int, int, int]
     prove: bool
     transport: str
+    limit_s: float
 
 
 class Node:
     """An engine, its device cache as arrays, its host cache if any, and the pipe to the other process."""
 
     def __init__(self, setup: Setup, name: str, rows: int, host_rows: int, pipe: connection.Connection) -> None:
-        self._pipe = pipe
+        self._pipe, self.limit_s = pipe, setup.limit_s
         shape, paged = setup.work.shape, setup.layout == "paged"
         layout = KvLayout(
             layers=shape.layers,
@@ -52,7 +54,7 @@ class Node:
             listen="127.0.0.1:0" if name == "decode" else None,  # 0: any free port
             name=name,
             transport=setup.transport,
-            timeout=LIMIT_S,
+            timeout=setup.limit_s,
         )
         self.cache = self.engine.allocate("kv", layout, blocks=rows)
         self.host = self.engine.allocate("host", layout, blocks=host_rows, pool="host") if host_rows else None
@@ -66,12 +68,12 @@ class Node:
         self._pipe.send(message)
 
     def receive(self) -> Any:
-        """Wait for the next message of the other process, at most `LIMIT_S`, or until the command ends."""
+        """Wait for the next message of the other process, at most `limit_s`, or until the command ends."""
         parent = parent_process()
         alive = [parent.sentinel] if parent else []
-        ready = connection.wait([self._pipe, *alive], LIMIT_S)
+        ready = connection.wait([self._pipe, *alive], self.limit_s)
         if not ready:
-            raise TimeoutError(f"no message within {LIMIT_S:g} s")
+            raise TimeoutError(f"no message within {self.limit_s:g} s")
         if self._pipe not in ready:
             raise EOFError("the command has ended")
         return self._pipe.recv()

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from generation import Generation
-from node import LIMIT_S, Node, Setup
+from node import Node, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,14 +61,14 @@ class Prefill:
 
         def computed(layer: int) -> None:
             if self._prove and layer == layers - 1:
-                _wait_for_a_layer(push, layers)
+                _wait_for_a_layer(push, layers, self._node.limit_s)
             in_place.append(_arrived(push, layers))
             push.ready(layer)
 
         start = time.perf_counter()
         logits = self._model.forward(self._made.prompts(group), self._node.layout, computed)
         end = time.perf_counter()
-        push.result(LIMIT_S)
+        push.result(self._node.limit_s)
         exposed = time.perf_counter() - end
         self._made.take(group, logits)
         self._node.send({number: (self._made.tokens[number], self._made.logits[number]) for number in group})
@@ -82,7 +82,7 @@ class Prefill:
         push = self._push(group, rows_of)
         for layer in range(self._work.shape.layers):
             push.ready(layer)
-        push.result(LIMIT_S)
+        push.result(self._node.limit_s)
         return time.perf_counter() - start
 
     def _push(self, group: Sequence[int], rows_of: dict[int, list[int]]) -> Transfer[None]:
@@ -97,9 +97,9 @@ def _arrived(push: Transfer[None], layers: int) -> int:
     return push.bytes * layers // push.total if push.total else 0
 
 
-def _wait_for_a_layer(push: Transfer[None], layers: int) -> None:
+def _wait_for_a_layer(push: Transfer[None], layers: int, limit_s: float) -> None:
     """Wait until a layer has arrived. The example fails if none arrives before compute ends."""
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + limit_s
     while not _arrived(push, layers):
         if time.monotonic() > until:
             raise TimeoutError("no layer arrives before all are computed")
