@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, Placement
+from llm_datadist import Cache, CacheDesc, DataType, KvCache, LLMException, LLMStatusCode, Placement
 from peers import equal, pattern
 
 if TYPE_CHECKING:
@@ -41,13 +41,14 @@ def desc(rows: int = 4, row_bytes: int = 256, tensors: int = 2, placement: Place
     return CacheDesc(tensors, [rows, row_bytes], DataType.DT_INT8, placement)
 
 
-def tensors(cache: Cache) -> list[np.ndarray]:
-    """All tensors of a cache as byte arrays shaped (rows, bytes of one row)."""
+def tensors(cache: Cache | KvCache) -> list[np.ndarray]:
+    """All tensors of a cache of one device as byte arrays shaped (rows, bytes of one row)."""
     size, rows = cache.cache_desc.size, cache.cache_desc.shape[0]
-    return [at(address, size).reshape(rows, size // rows) for address in cache.tensor_addrs]
+    (addresses,) = cache.per_device_tensor_addrs if isinstance(cache, KvCache) else (cache.tensor_addrs,)
+    return [at(address, size).reshape(rows, size // rows) for address in addresses]
 
 
-def fill(cache: Cache, seed: int) -> list[np.ndarray]:
+def fill(cache: Cache | KvCache, seed: int) -> list[np.ndarray]:
     """Write a pattern that differs in every tensor and row; return a copy of what was written."""
     memory = tensors(cache)
     for tensor, made in zip(memory, pattern(seed, len(memory), *memory[0].shape)):
@@ -55,7 +56,7 @@ def fill(cache: Cache, seed: int) -> list[np.ndarray]:
     return contents(cache)
 
 
-def contents(cache: Cache) -> list[np.ndarray]:
+def contents(cache: Cache | KvCache) -> list[np.ndarray]:
     """A copy of every tensor's bytes."""
     return [tensor.copy() for tensor in tensors(cache)]
 
@@ -201,3 +202,27 @@ def run_fresh(code: str, **environment: str) -> str:
     assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.stderr == "", done.stderr
     return done.stdout
+
+
+# The head of a program: `engine` opens an engine with one cache, whose slot 0 has a key.
+ENGINE = """
+import ctypes, os, signal, sys, warnings
+from llm_datadist import *
+warnings.simplefilter("ignore", DeprecationWarning)  # of `fork` in a process with threads
+OPTIONS = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'}
+DESC = CacheDesc(1, [4, 100], DataType.DT_INT8)
+def engine(**more):
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    dist.init({**OPTIONS, **{"llm." + key: text for key, text in more.items()}})
+    cache = dist.cache_manager.allocate_cache(DESC, [CacheKey(1, 1)])
+    dist.cache_manager.copy_cache(cache, cache, 1, 0)
+    return dist, cache
+def ended(child):
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def run_engine(code: str, **environment: str) -> str:
+    """Run a program with the names of `ENGINE` in a new process. Return its output without lines of the log."""
+    out = run_fresh(ENGINE + textwrap.dedent(code), **environment)
+    return "\n".join(line for line in out.splitlines() if not line.startswith("[ERROR]"))

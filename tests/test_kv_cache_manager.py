@@ -31,22 +31,14 @@ from llm_datadist import (
     LLMStatusCode,
     Tensor,
 )
-from memory import AE, GONE, LE, TE, VE, at, in_fresh_process, raising, run_fresh
+from memory import AE, GONE, LE, TE, UINT64_MAX, VE, at, contents, fill, in_fresh_process, raising, run_fresh, same
 from mistakes import coded, fails
+from peers import kv_options as options
 
-UINT64_MAX = 2**64 - 1
 FINALIZED = coded(LLMStatusCode.LLM_ENGINE_FINALIZED)
 DEVICE_OOM = coded(LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY)
-POOL = 2 << 20
 PAGE = 1 << 16
-
-
-def options(pool: int | None = POOL, **extra: str) -> dict[str, str]:
-    made = {"ge.exec.deviceId": "0"}
-    if pool is not None:
-        made["ge.flowGraphMemMaxSize"] = str(pool)
-    made.update({key.replace("__", "."): value for key, value in extra.items()})
-    return made
+NO_POOL = {"ge.exec.deviceId": "0"}
 
 
 @pytest.fixture
@@ -62,18 +54,6 @@ def begin(start: Callable[..., LLMDataDist]) -> Callable[..., LLMDataDist]:
 @pytest.fixture
 def prompt(begin: Callable[..., LLMDataDist]) -> KvCacheManager:
     return begin().kv_cache_manager
-
-
-def arrays(cache: KvCache) -> list[np.ndarray]:
-    (addrs,) = cache.per_device_tensor_addrs
-    return [at(addr, cache.cache_desc.size).reshape(cache.cache_desc.shape) for addr in addrs]
-
-
-def fill(cache: KvCache, seed: int) -> list[np.ndarray]:
-    generator = np.random.default_rng(seed)
-    for array in arrays(cache):
-        array[:] = generator.integers(0, 256, array.shape, dtype=np.uint8)
-    return [array.copy() for array in arrays(cache)]
 
 
 def test_the_property_follows_the_mode(begin: Callable[..., LLMDataDist]) -> None:
@@ -93,17 +73,14 @@ def test_the_property_follows_the_mode(begin: Callable[..., LLMDataDist]) -> Non
     assert not manager.is_initialized()
     dist.finalize()
     dist.init({"llm.EnableCacheManager": "1"})
-    with raising(LE):
-        _ = dist.kv_cache_manager
+    fails(lambda: dist.kv_cache_manager, LE)
 
 
 def test_the_constructor_takes_an_engine_and_a_role(begin: Callable[..., LLMDataDist]) -> None:
     native = begin()._llm_datadist
-    for wrong in (None, 1, "PROMPT"):
+    for engine, role in ((native, None), (native, 1), (native, "PROMPT"), (object(), LLMRole.PROMPT)):
         with raising(TE):
-            KvCacheManager(native, wrong)  # type: ignore[arg-type]
-    with raising(TE):
-        KvCacheManager(object(), LLMRole.PROMPT)  # type: ignore[arg-type]
+            KvCacheManager(engine, role)  # type: ignore[arg-type]
     assert KvCacheManager(native, LLMRole.MIX).is_initialized()
 
 
@@ -128,13 +105,11 @@ def test_an_expired_manager_says_so_first(begin: Callable[..., LLMDataDist]) -> 
         with pytest.raises((TypeError, LLMException)):
             call()
     dist.finalize()
-    for call in calls_of(manager).values():
-        with raising(FINALIZED):
-            call()
-    begin()  # a later engine is out of its reach
-    for call in calls_of(manager).values():
-        with raising(FINALIZED):
-            call()
+    for later in (False, True):
+        if later:
+            begin()  # a later engine is out of its reach
+        for call in calls_of(manager).values():
+            fails(call, FINALIZED)
 
 
 @pytest.mark.parametrize("role", LLMRole)
@@ -148,8 +123,7 @@ def test_who_may_call_what(begin: Callable[..., LLMDataDist], role: LLMRole) -> 
         "pull_blocks": LLMRole.DECODER,
     }
     for name, call in calls_of(manager).items():
-        with raising(LE if only.get(name, role) != role else TE):
-            call()
+        fails(call, LE if only.get(name, role) != role else TE)
     calls: list[tuple[Callable[[], KvCache], bool]] = [
         (lambda: manager.allocate_cache(desc(), [CacheKey(0, 1)]), role == LLMRole.PROMPT),
         (lambda: manager.allocate_cache(desc(), [CacheKey(0, UINT64_MAX)]), role == LLMRole.PROMPT),
@@ -161,23 +135,20 @@ def test_who_may_call_what(begin: Callable[..., LLMDataDist], role: LLMRole) -> 
         if allowed:
             assert call().cache_id > 0
         else:
-            with raising(LE):
-                call()
+            fails(call, LE)
 
 
 def test_roles_follow_switch_role(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin(LLMRole.DECODER, options(llm__EnableSwitchRole="1"))
     manager = dist.kv_cache_manager
-    with raising(LE):
-        manager.remove_cache_key(CacheKey(0, 1))
+    fails(lambda: manager.remove_cache_key(CacheKey(0, 1)), LE)
     for options_ in (None, {}):
         with raising(LE):  # LLM_PARAM_INVALID: no address to listen at
             dist.switch_role(LLMRole.PROMPT, options_)
     dist.switch_role(LLMRole.PROMPT, {"llm.listenIpInfo": "127.0.0.1:0"})
     manager.remove_cache_key(CacheKey(0, 1))
     manager.allocate_cache(desc(), [CacheKey(0, 1)])
-    with raising(LE):
-        manager.pull_cache(CacheKey(0, 1), manager.allocate_cache(desc()))
+    fails(lambda: manager.pull_cache(CacheKey(0, 1), manager.allocate_cache(desc())), LE)
 
 
 def test_allocation(prompt: KvCacheManager) -> None:
@@ -189,10 +160,8 @@ def test_allocation(prompt: KvCacheManager) -> None:
     assert repr(two) == str(two) == "KvCache(cache_id = 2, num_devices = 1)"
     assert one.cache_desc.num_tensors == 2
     assert not one.cache_desc._is_blocks
-    with raising(TE):
-        KvCache("1", desc(), [[1, 2]], None)  # type: ignore[arg-type]
-    with raising(VE):
-        KvCache(2**63, desc(), [[1, 2]], None)
+    fails(lambda: KvCache("1", desc(), [[1, 2]], None), TE)  # type: ignore[arg-type]
+    fails(lambda: KvCache(2**63, desc(), [[1, 2]], None), VE)
     KvCache.__new__(KvCache)  # dropping a handle without __init__ raises nothing
 
 
@@ -202,13 +171,10 @@ def test_keys_and_codes(prompt: KvCacheManager) -> None:
     one = prompt.allocate_cache(desc(), [key, placeholder, placeholder, key])
     before = table(prompt)
     assert before[:2] == (1, 1)
-    with raising(LE):  # §17.3, the same in both modes
-        prompt.allocate_cache(desc(), [CacheKey(9, 5, 1)])
+    fails(lambda: prompt.allocate_cache(desc(), [CacheKey(9, 5, 1)]), LE)  # §17.3, the same in both modes
     blocks = prompt.allocate_blocks_cache(desc(), BlocksCacheKey(0, 3))
-    with raising(LE):
-        prompt.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3))
-    with raising(LE):  # contract §17.7
-        prompt.allocate_cache(desc(rows=1), [CacheKey(0, 6), CacheKey(0, 7)])
+    fails(lambda: prompt.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3)), LE)
+    fails(lambda: prompt.allocate_cache(desc(rows=1), [CacheKey(0, 6), CacheKey(0, 7)]), LE)  # contract §17.7
     prompt.deallocate_cache(blocks)
     prompt.deallocate_cache(one)
     prompt.remove_cache_key(CacheKey(0, 5, 2))
@@ -244,7 +210,7 @@ def test_copies(prompt: KvCacheManager) -> None:
     for to, from_ in zip(expected, source):
         to[2, 10:30] = from_[1, 10:30]
         to[0, 60:] = from_[3, 60:]
-    assert all(np.array_equal(a, b) for a, b in zip(arrays(two), expected))
+    assert same(contents(two), expected)
     # Slots of a continuous cache count as blocks, one pair after the other.
     for cache in (one, prompt.allocate_blocks_cache(desc())):
         expected = fill(cache, 3)
@@ -252,7 +218,7 @@ def test_copies(prompt: KvCacheManager) -> None:
         for array in expected:
             array[1] = array[2] = array[0]
             array[3] = array[1]
-        assert all(np.array_equal(a, b) for a, b in zip(arrays(cache), expected))
+        assert same(contents(cache), expected)
         prompt.copy_blocks(cache, {})
 
 
@@ -272,8 +238,7 @@ def test_get_cache_tensors(prompt: KvCacheManager) -> None:
             prompt.get_cache_tensors(*args)  # type: ignore[arg-type]
     (first,) = prompt.get_cache_tensors(cache)
     prompt.deallocate_cache(cache)
-    with raising(GONE):
-        prompt.get_cache_tensors(cache)
+    fails(lambda: prompt.get_cache_tensors(cache), GONE)
     # A tensor keeps its memory.
     assert table(prompt)[2] > 0
     assert first.numpy().tolist() == [[0.5] * 5] * 2
@@ -395,17 +360,15 @@ print(stats["caches"], stats["keys"], len(manager.get_cache_tensors(cache)))
     ],
 )
 def test_options_without_meaning(begin: Callable[..., LLMDataDist], key: str, value: str) -> None:
-    given = {**options(pool=None), key: value}
+    given = {**NO_POOL, key: value}
     before = dict(given)
     fails(lambda: begin(settings=given), LE)
     assert given == before, "an init that failed leaves the caller's dict alone"
 
 
 def test_missing_device_id_says_what_to_set(begin: Callable[..., LLMDataDist]) -> None:
-    given = options(pool=None)
-    del given["ge.exec.deviceId"]
     with pytest.raises(LLMException, match=r"deviceId is missing: set LLMConfig\.device_id.*enable_cache_manager"):
-        begin(settings=given)
+        begin(settings={})
 
 
 def test_an_exhausted_pool_is_waited_for(prompt: KvCacheManager) -> None:
@@ -413,18 +376,16 @@ def test_an_exhausted_pool_is_waited_for(prompt: KvCacheManager) -> None:
     large = CacheDesc(2, (4, PAGE * 3), DataType.DT_UINT8)
     one = prompt.allocate_cache(large, [CacheKey(0, 1)])
     before = table(prompt)
-    with raising(DEVICE_OOM):
-        prompt.allocate_cache(large)
+    fails(lambda: prompt.allocate_cache(large), DEVICE_OOM)
     assert table(prompt) == before
     prompt.deallocate_cache(one)
-    with raising(DEVICE_OOM):
-        prompt.allocate_cache(large)
+    fails(lambda: prompt.allocate_cache(large), DEVICE_OOM)
     prompt.remove_cache_key(CacheKey(0, 1))
     assert prompt.allocate_cache(large).cache_id > 1
 
 
 def test_a_pool_of_no_memory_has_one_page(begin: Callable[..., LLMDataDist]) -> None:
-    pools = begin(settings=options(pool=None, llm__MemoryUtilization="0.0")).stats()["pools"]
+    pools = begin(settings={**NO_POOL, "llm.MemoryUtilization": "0.0"}).stats()["pools"]
     assert {name: facts["capacity_bytes"] for name, facts in pools.items()} == {"device": PAGE}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 import threading
 from typing import Any, Callable
 
@@ -12,8 +11,6 @@ import pytest
 from conftest import PAGE, options, pool
 from ids import short
 from llm_datadist import (
-    BlocksCacheKey,
-    CacheKey,
     LLMDataDist,
     LLMException,
     LLMRole,
@@ -34,27 +31,13 @@ from memory import (
     fill,
     pool_facts,
     raising,
+    run_engine,
     run_fresh,
     same,
     used,
 )
 from peers import kv_options, together
 
-ENGINE = """
-import ctypes, os, sys, warnings
-from llm_datadist import *
-warnings.simplefilter("ignore", DeprecationWarning)  # of `fork` in a process with threads
-OPTIONS = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'}
-DESC = CacheDesc(1, [4, 100], DataType.DT_INT8)
-def engine():
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
-    dist.init(OPTIONS)
-    cache = dist.cache_manager.allocate_cache(DESC, [CacheKey(1, 1)])
-    dist.cache_manager.copy_cache(cache, cache, 1, 0)
-    return dist, cache
-def ended(child):
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-"""
 NO_MEMORY = Expected("LLMException(OUT_OF_MEMORY)", (LLMException,), (LLMStatusCode.LLM_OUT_OF_MEMORY,))
 SEED_POOL = 18737418240
 HIXL = {"llm.TransferBackend": "hixl", "llm.listenIpInfo": "127.0.0.1:0"}
@@ -269,20 +252,6 @@ def test_a_handle_of_an_earlier_engine_never_reaches_the_next(start: Callable[..
     assert all(same(contents(heir), bytes_) for heir, bytes_ in zip(heirs, written))
 
 
-def test_finalize_with_leftovers_is_silent(start: Callable[..., Any]) -> None:
-    dist = start()
-    user = UserTensors()
-    dist.cache_manager.allocate_cache(desc(), [CacheKey(1, 1)])
-    dist.cache_manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
-    dist.cache_manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
-    dist.finalize()
-
-
-def run_engine(text: str) -> str:
-    """Run a program with the names of `ENGINE` in a new process."""
-    return run_fresh(ENGINE + textwrap.dedent(text)).strip()
-
-
 def test_leaving_the_process_without_finalize_is_clean() -> None:
     out = run_engine(
         """
@@ -294,17 +263,28 @@ def test_leaving_the_process_without_finalize_is_clean() -> None:
     assert out == "left"
 
 
-def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
+def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:
     out = run_engine(
         """
-        dist, batch = engine()
+        def sockets():
+            paths = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+            return {os.readlink(path) for path in paths if os.path.islink(path) and "socket:" in os.readlink(path)}
+
+        before = sockets()
+        dist, batch = engine(EnableRemoteCacheAccessible="1", listenIpInfo="127.0.0.1:0")
         manager = dist.cache_manager
         blocks = manager.allocate_blocks_cache(DESC)
         user = bytearray(400)
         address = ctypes.addressof(ctypes.c_char.from_buffer(user))
         cpu = Cache.create_cpu_cache(CacheDesc(1, [4, 100], DataType.DT_INT8, Placement.HOST), [address])
+        peer = LLMClusterInfo()
+        peer.remote_cluster_id = 2
+        peer.append_local_ip_info("127.0.0.1", 0)
+        peer.append_remote_ip_info("127.0.0.1", 1)
+        assert sockets() - before
         child = os.fork()
         if child == 0:
+            assert not sockets() - before
             for call, *arguments in (
                 (manager.allocate_cache, DESC),
                 (manager.allocate_blocks_cache, DESC),
@@ -318,15 +298,31 @@ def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
                 (manager.copy_blocks, blocks, {0: [1]}),
                 (manager.swap_blocks, cpu, blocks, {0: 1}),
                 (manager.swap_blocks, blocks, cpu, {0: 1}),
+                (manager.pull_cache, CacheKeyByIdAndIndex(2, 1), batch),
+                (manager.pull_blocks, BlocksCacheKey(2), blocks, [0], [0]),
+                (manager.push_cache, CacheKeyByIdAndIndex(2, 1), batch, 0, None, None, -1, 1),
+                (manager.push_blocks, BlocksCacheKey(2), blocks, [0], [0], None, None, 1),
+                (dist.link, "name", {1: 0, 2: 1}, "{}"),
+                (dist.unlink, 1),
+                (dist.query_register_mem_status, 1),
+                (dist.link_clusters, [peer]),
+                (dist.unlink_clusters, [peer]),
+                (dist.switch_role, LLMRole.DECODER),
+                (lambda: dist.listen_ip_info,),
+                (dist.stats,),
             ):
                 try:
                     call(*arguments)
                 except LLMException as error:
-                    assert error.status_code is LLMStatusCode.LLM_FAILED, (call, error)
+                    assert error.status_code is LLMStatusCode.LLM_FAILED and "forked" in str(error), (call, error)
                 else:
                     sys.exit(f"{call} was accepted in the child")
-            sys.exit()
+            dist.finalize()
+            os._exit(0)
         ended(child)
+        import socket
+        host, _, port = dist.listen_ip_info.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=5).close()
         manager.copy_cache(batch, batch, 2, 0)
         manager.swap_blocks(cpu, blocks, {0: 1})
         dist.finalize()
@@ -336,41 +332,23 @@ def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
     assert out == "parent"
 
 
-def test_a_forked_child_knows_itself_from_its_parent_also_in_the_second_generation() -> None:
-    out = run_engine(
-        """
-        def refused(dist, cache):
-            try:
-                dist.cache_manager.copy_cache(cache, cache, 1, 0)
-            except LLMException as error:
-                return "fork" in str(error)
-            return False
-        first = engine()
-        child = os.fork()
-        if child == 0:
-            assert refused(*first)
-            second = engine()
-            grandchild = os.fork()
-            if grandchild == 0:
-                os._exit(0 if refused(*first) and refused(*second) else 7)
-            ended(grandchild)
-            second[0].cache_manager.copy_cache(second[1], second[1], 2, 0)
-            second[0].finalize()
-            os._exit(0)
-        ended(child)
-        first[0].cache_manager.copy_cache(first[1], first[1], 2, 0)
-        print("told")
-        """
-    )
-    assert out == "told"
-
-
 FORKED = """
 import multiprocessing, threading
 first = engine()
+def refused(dist, cache):
+    try:
+        dist.cache_manager.copy_cache(cache, cache, 1, 0)
+    except LLMException as error:
+        return "fork" in str(error)
+    return False
 def child():
     assert LLMDataDist.llm_engine_instance is None
+    assert refused(*first)
     second = engine()
+    grandchild = os.fork()
+    if grandchild == 0:
+        os._exit(0 if refused(*first) and refused(*second) else 7)
+    ended(grandchild)
     assert LLMDataDist.llm_engine_instance is second[0]
     first[0].finalize()  # the object of the parent, whose engine is another one
     assert LLMDataDist.llm_engine_instance is second[0]
@@ -401,14 +379,13 @@ FORKS = {
 @pytest.mark.parametrize("how", FORKS)
 def test_a_forked_child_opens_an_engine_of_its_own(how: str) -> None:
     going_on = "first[0].cache_manager.copy_cache(first[1], first[1], 2, 0)\nfirst[0].finalize()\nprint('both')"
-    assert run_fresh(f"{ENGINE}\n{FORKED}\n{FORKS[how]}\n{going_on}").strip() == "both"
+    assert run_engine(f"{FORKED}\n{FORKS[how]}\n{going_on}") == "both"
 
 
 def test_a_signal_handler_may_finalize_at_any_moment() -> None:
-    out = run_fresh(
+    out = run_engine(
         """
-        import faulthandler, random, signal, time
-        from llm_datadist import LLMDataDist, LLMException, LLMRole
+        import faulthandler, random, time
         faulthandler.dump_traceback_later(100, exit=True)
         dist, count = LLMDataDist(LLMRole.PROMPT, 1), 0
 
@@ -422,7 +399,7 @@ def test_a_signal_handler_may_finalize_at_any_moment() -> None:
         while time.monotonic() < end or count <= 100:  # on a busy machine a round takes long
             signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 5e-4))
             try:
-                dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
+                dist.init(OPTIONS)
                 dist.cache_manager
             except RuntimeError:
                 pass
