@@ -14,7 +14,7 @@ import pytest
 import llm_datadist
 from llm_datadist import CacheDesc, CacheKey, DataType, LLMStatusCode, PeerLost, Placement
 from llm_datadist import KvLayout as NativeLayout
-from memory import run_fresh
+from memory import run_engine, run_fresh
 
 
 def test_importing_opens_nothing_and_loads_no_array_library() -> None:
@@ -211,17 +211,13 @@ def test_pickled_values_are_loaded_before_any_other_import() -> None:
 
 
 def test_local_calls_need_no_numpy() -> None:
-    run_fresh(
+    run_engine(
         """
-        import sys
         sys.modules["numpy"] = None
-        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
-        dist = LLMDataDist(LLMRole.PROMPT, 1)
-        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
-        manager = dist.cache_manager
-        cache = manager.allocate_blocks_cache(CacheDesc(1, [4, 100], DataType.DT_INT8))
-        manager.copy_blocks(cache, {0: [1]})
-        manager.tensor_views(cache)[0].__dlpack__()
+        dist, cache = engine()
+        blocks = dist.cache_manager.allocate_blocks_cache(DESC)
+        dist.cache_manager.copy_blocks(blocks, {0: [1]})
+        dist.cache_manager.tensor_views(cache)[0].__dlpack__()
         dist.finalize()
         """
     )

@@ -15,13 +15,13 @@ from llm_datadist import (
     CacheDesc,
     CacheKey,
     DataType,
-    LLMClusterInfo,
     LLMDataDist,
     LLMException,
     LLMRole,
     TransferConfig,
 )
 from llm_datadist.original.tensors import create_npu_tensors
+from mistakes import info
 from peers import (
     GONE,
     INVALID,
@@ -180,14 +180,6 @@ def test_layers_travel_between_clusters_of_one_id(ends: Ends) -> None:
 # -- clients ---------------------------------------------------------------------------------------------------------
 
 
-def info(cluster: int, address: str) -> LLMClusterInfo:
-    made = LLMClusterInfo()
-    made.remote_cluster_id = cluster
-    made.append_local_ip_info("127.0.0.1", 0)
-    made.append_remote_ip_info(*split(address))
-    return made
-
-
 class SizeTuple(tuple[int, ...]):  # noqa: SLOT001
     """Like `torch.Size`: a subclass of `tuple`."""
 
@@ -198,7 +190,8 @@ def test_simple_pipe_and_buffer(ends: Ends) -> None:
     with LLMDataDist(LLMRole.DECODER, 0) as data_dist:
         data_dist.init({"llm.SyncKvCacheWaitTime": "30000", "ge.exec.deviceId": "0"})
         kv_cache_manager = data_dist.kv_cache_manager
-        _, ret = data_dist.link_clusters([info(0, prompt.address)], 20000)
+        at = info(0, port=split(prompt.address)[1])
+        _, ret = data_dist.link_clusters([at], 20000)
         assert ret[0] == SUCCESS
         request = zlib.adler32(b"cmpl-1")
         for model in (1, 2, 3):
@@ -219,5 +212,5 @@ def test_simple_pipe_and_buffer(ends: Ends) -> None:
             kv_cache_manager.deallocate_cache(buffer)
         with pytest.raises(LLMException):
             kv_cache_manager.pull_cache(CacheKey(0, request, 1), kv_cache_manager.allocate_cache(desc), 0)
-        data_dist.unlink_clusters([info(0, prompt.address)], 5000)
+        data_dist.unlink_clusters([at], 5000)
     assert prompt.stats()["table"]["caches"] == 0

@@ -213,27 +213,10 @@ def test_every_mistake_is_named_in_order_with_keys(one_sided: Bench) -> None:
 
 
 def test_of_two_mistakes_in_configs_the_first_is_named(bench: Bench) -> None:
-    blocks = {"src_cache": bench.blocks, "src_block_indices": [3], "dst_block_indices": [9]}
-    bench.refuses("while src is blocks", transfer_configs=[addressed(range(9), 1, 1)], **blocks)
-    bench.refuses("src_layer_range", transfer_configs=[addressed(range(9), 9, 1)])
-    bench.refuses("len(dst_addrs)", transfer_configs=[addressed(row=9, count=1)])
+    """`layerwise_arguments.rs` of the core's tests has the order of two mistakes in one config."""
     bad = {"src_layer_range": addressed(range(9)), "len(dst_addrs)": addressed(count=1), "range": addressed(row=4)}
     for first, second in itertools.permutations(bad, 2):
         bench.refuses(first, transfer_configs=[addressed(), bad[first], bad[second]])
-
-
-def test_a_blocks_cache_without_lists_is_one_slot_of_one_block(one_sided: Bench) -> None:
-    """Index 0 passes every check on both sides, with either kind of key. Another index is refused."""
-    blocks, layers = one_sided.blocks, range(LAYERS)
-    for none in (None, [], ()):
-        for key in (CacheKeyByIdAndIndex(REMOTE, 1, 0), BlocksCacheKey(REMOTE, 1)):
-            configs = [TransferWithCacheKeyConfig(key, layers, layers)]
-            lists = {"src_block_indices": none, "dst_block_indices": none}
-            one_sided.ends(UNLINKED, src_cache=blocks, transfer_configs=configs, **lists)
-    for index in (1, UINT32_MAX):
-        configs = [TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(REMOTE, 1, index), layers, layers)]
-        text = f"batch_index={index} of cache_key must be 0"
-        one_sided.refuses(text, src_cache=blocks, transfer_configs=configs)
 
 
 def test_a_range_that_was_not_given_is_set_to_all_layers(bench: Bench) -> None:

@@ -5,14 +5,13 @@ After each fault: the code and its reason, the bytes at other destinations, memo
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from layers import FAILED, Steps, Transfer, launch, layer_threads, layers_done, names, results, unlinked
 from llm_datadist import LLMStatusCode
-from peers import GONE, OK, THOROUGH, TIMEOUT, UNLINKED, Ends, by_request, equal, eventually, linked, pattern
+from peers import OK, TIMEOUT, UNLINKED, Ends, by_request, equal, eventually, linked, pattern
 
 
 @pytest.mark.parametrize("moment", ["before", "between", "during"])
@@ -103,24 +102,6 @@ def test_a_peer_that_stops_with_a_layer_under_way(ends: Ends, way: dict[str, Any
     to.slot(transfer.source, range(1, 3), 1)
     peer.rest(0.1)
     to.check("a layer of the first transfer arrived after its end")
-
-
-def test_destinations_that_go_at_any_moment(ends: Ends, way: dict[str, Any]) -> None:
-    transfer = Transfer(ends, way, 1, 30_000, 10, pool=4 << 20)
-    peer, before = transfer.peer, transfer.peer.used()
-    chance = random.Random(5)  # noqa: S311
-    for number in range(40 if THOROUGH else 12):
-        to = transfer.remote("g")
-        task = transfer.start(to=[to.to(range(10))])
-        if not transfer.accessible:  # the peer looks up addresses when the transfer begins
-            eventually(lambda task=task: layers_done(task)[0] > 0, what="layer 0")
-        peer.rest(chance.random() * 0.002)
-        peer.deallocate("g")
-        new = transfer.remote("new", seed=number)
-        assert results(task)[0] in (OK, GONE)
-        new.check("a layer arrived in another cache")
-        peer.deallocate("new")
-    eventually(lambda: peer.used() == before, what="the memory")
 
 
 def test_a_transfer_releases_no_key_of_its_source(ends: Ends) -> None:

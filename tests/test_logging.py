@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from llm_datadist import CacheKey, LLMClusterInfo, LLMDataDist, LLMException, LLMStatusCode
+from llm_datadist import CacheKey, LLMDataDist, LLMException, LLMStatusCode
 from llm_datadist.original.logged_calls import logged
 from llm_datadist.utils import log
 from memory import desc, run_fresh
+from mistakes import info
 from peers import together
 
 LINE = re.compile(
@@ -139,11 +140,7 @@ def test_a_semantic_refusal_is_logged_as_an_error_with_its_text_and_a_wrong_type
 def test_a_call_that_failed_for_a_cluster_is_not_logged_as_a_success(
     dist: LLMDataDist, shown: pytest.LogCaptureFixture
 ) -> None:
-    peer = LLMClusterInfo()
-    peer.remote_cluster_id = 7
-    peer.append_local_ip_info("127.0.0.1", 0)
-    peer.append_remote_ip_info("127.0.0.1", 1)
-    code, _ = dist.link_clusters([peer], timeout=1000)
+    code, _ = dist.link_clusters([info()], timeout=1000)
     assert code != LLMStatusCode.LLM_SUCCESS
     assert [text for text in shown.messages if text.startswith("[link_clusters]")][1:] == [
         f"[link_clusters] {code.name}"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 from typing import Any, Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -151,19 +153,17 @@ def test_unknown_attribute_of_a_config_is_named(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("verifyy", "verify"), ("link_tokn", "link_token"), ("copyworkers", "copy_workers")]
+    ("name", "hint"),
+    [
+        *[("verifyy", "did you mean 'verify'"), ("link_tokn", "did you mean 'link_token'")],
+        ("copyworkers", "did you mean 'copy_workers'"),
+        # These ask for a protection.
+        *[(name, "") for name in ("verification", "verify_mode", "VERIFY", "link_token_path", "checksum")],
+    ],
 )
-def test_attribute_that_looks_like_an_option_of_this_package_raises(name: str, meant: str) -> None:
+def test_attribute_that_looks_like_an_option_of_this_package_raises(name: str, hint: str) -> None:
     config = LLMConfig()
-    with pytest.raises(AttributeError, match=f"LLMConfig has no attribute '{name}'; did you mean '{meant}'"):
-        setattr(config, name, "full")
-    assert not hasattr(config, name)
-
-
-@pytest.mark.parametrize("name", ["verification", "verify_mode", "VERIFY", "link_token_path", "checksum"])
-def test_attribute_that_asks_for_a_protection_raises(name: str) -> None:
-    config = LLMConfig()
-    with pytest.raises(AttributeError, match=f"LLMConfig has no attribute '{name}'; "):
+    with pytest.raises(AttributeError, match=f"LLMConfig has no attribute '{name}'; {re.escape(hint)}"):
         setattr(config, name, "full")
     assert not hasattr(config, name)
 
@@ -194,11 +194,7 @@ def test_a_name_that_was_reported_is_not_looked_up_again(manager: Any, monkeypat
     cache, key = manager.allocate_cache(desc()), CacheKeyByIdAndIndex(2, 1)
     with pytest.raises(LLMException, match="no link"):
         manager.pull_cache(key, cache, src_cache_offset=0, dst_cache_offset=0)
-
-    def looked_up(_: object) -> None:
-        raise AssertionError("the signature was read again")
-
-    monkeypatch.setattr(inspect, "signature", looked_up)
+    monkeypatch.setattr(inspect, "signature", Mock(side_effect=AssertionError("the signature was read again")))
     with pytest.raises(LLMException, match="no link"):
         manager.pull_cache(key, cache, src_cache_offset=0, dst_cache_offset=0)
     with pytest.raises(AssertionError, match="read again"):
@@ -227,48 +223,40 @@ def test_keyword_argument_that_only_the_native_api_has_raises(manager: Any, name
     assert stats(manager)["ops"]["pull"]["calls"] == calls
 
 
-def test_the_token_of_a_grant_is_never_ignored(dist: LLMDataDist, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_token_of_a_grant_is_neither_ignored_nor_logged(
+    dist: LLMDataDist, caplog: pytest.LogCaptureFixture
+) -> None:
     manager: Any = dist.cache_manager
     blocks, cache = manager.allocate_blocks_cache(desc()), manager.allocate_cache(desc())
     token = dist.engine.lend(blocks.native[[0]], ttl=60).token
     caplog.set_level(logging.INFO, logger="LLM_DATADIST")
+
+    def pull(*src: Any, **given: Any) -> None:
+        manager.pull_blocks(BlocksCacheKey(2), blocks, *(src or ([0],)), [1], **given)
+
     with pytest.raises(LLMException, match="no link"):
-        manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], permit=None)
+        pull(permit=None)
     for given in (token, [None, token]):
         with pytest.raises(TypeError, match=r"no keyword argument 'permit'; LLMDataDist.engine.pull ") as caught:
-            manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], permit=given)
+            pull(permit=given)
         assert repr(token) not in str(caught.value)
     with pytest.raises(TypeError, match=r"pull_cache\(\) has no keyword argument 'permit'; LLMDataDist.engine.pull "):
         manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, permit=token)
-    assert caplog.text.count("<token of a grant>") == 3
+    for given in (token, [token], {"of the request": token}):
+        with pytest.raises(TypeError, match="no keyword argument 'grant'"):
+            pull(grant=given)
+        with pytest.raises(TypeError):
+            pull(given)
+    assert caplog.text.count("<token of a grant>") == 9
     assert repr(token[32:40])[2:-1] not in caplog.text
 
 
-def test_tokens_are_not_logged(dist: LLMDataDist, caplog: pytest.LogCaptureFixture) -> None:
-    manager: Any = dist.cache_manager
+def test_kv_cache_manager_refuses_what_only_the_native_api_has(start: Callable[..., LLMDataDist]) -> None:
+    manager: Any = start(kv_options(), role=LLMRole.DECODER).kv_cache_manager
     blocks = manager.allocate_blocks_cache(desc())
-    token = dist.engine.lend(blocks.native[[0]], ttl=60).token
-    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
-        for given in (token, [token], {"of the request": token}):
-            with pytest.raises(TypeError, match="no keyword argument 'grant'"):
-                manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [1], grant=given)
-            with pytest.raises(TypeError):
-                manager.pull_blocks(BlocksCacheKey(2), blocks, given, [1])
-    assert caplog.text.count("<token of a grant>") == 6
-    assert repr(token[32:40])[2:-1] not in caplog.text
-
-
-def test_kv_cache_manager_refuses_what_only_the_native_api_has() -> None:
-    cluster = LLMDataDist(LLMRole.DECODER, 1)
-    cluster.init(kv_options())
-    try:
-        manager: Any = cluster.kv_cache_manager
-        blocks = manager.allocate_blocks_cache(desc())
-        for call, arguments in (
-            (manager.pull_blocks, (BlocksCacheKey(2), blocks, [0], [0])),
-            (manager.pull_cache, (CacheKeyByIdAndIndex(2, 1), blocks)),
-        ):
-            with pytest.raises(TypeError, match="has no keyword argument 'grant'; "):
-                call(*arguments, grant=None)
-    finally:
-        cluster.finalize()
+    for call, arguments in (
+        (manager.pull_blocks, (BlocksCacheKey(2), blocks, [0], [0])),
+        (manager.pull_cache, (CacheKeyByIdAndIndex(2, 1), blocks)),
+    ):
+        with pytest.raises(TypeError, match="has no keyword argument 'grant'; "):
+            call(*arguments, grant=None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, Cache, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+from llm_datadist import BlocksCacheKey, Cache, LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist.native import (
     Closed,
     Completed,
@@ -22,17 +22,15 @@ from llm_datadist.native import (
     PeerLost,
     PeerUp,
 )
-from memory import UserTensors, desc, fill, tensors
+from memory import GONE, LE, UserTensors, desc, fill, tensors
+from mistakes import coded, fails
 from peers import LIMIT, OK, by_blocks, equal, eventually, kv_options, options
 
 if TYPE_CHECKING:
     from peers import End, Ends, Peer
 
 
-def refused(code: LLMStatusCode, call: Callable[[], Any]) -> None:
-    with pytest.raises(LLMException) as caught:
-        call()
-    assert caught.value.status_code is code, caught.value
+FAILED, FINALIZED = coded(LLMStatusCode.LLM_FAILED), coded(LLMStatusCode.LLM_ENGINE_FINALIZED)
 
 
 def test_life_of_the_engine(start: Callable[..., LLMDataDist]) -> None:
@@ -69,7 +67,7 @@ def test_life_of_the_engine(start: Callable[..., LLMDataDist]) -> None:
 
 def test_kv_cache_manager_mode_has_none(start: Callable[..., LLMDataDist]) -> None:
     dist = start(kv_options(), role=LLMRole.DECODER)
-    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: dist.engine)
+    fails(lambda: dist.engine, LE)
 
 
 def test_both_use_one_pool_and_one_table(dist: LLMDataDist) -> None:
@@ -98,20 +96,20 @@ def test_caches_of_every_origin(dist: LLMDataDist) -> None:
     native = registered.native
     assert [np.asarray(tensor).ctypes.data for tensor in native.tensors] == user.addrs
     slots, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
-    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: slots.native)
+    fails(lambda: slots.native, LE)
     by_hand = Cache(blocks.cache_id, desc(), [], manager, False, True)
     assert by_hand.native.tensors[0].address == blocks.tensor_addrs[0]
     kept = blocks.native
     manager.deallocate_blocks_cache(blocks)
     for cache in (blocks, by_hand, user.cpu_cache()):
-        refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda cache=cache: cache.native)  # type: ignore[misc]
+        fails(lambda cache=cache: cache.native, GONE)  # type: ignore[misc]
     with pytest.raises(NotFound):
         _ = kept.tensors
     native.free().result(LIMIT)
-    refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, lambda: registered.native)
+    fails(lambda: registered.native, GONE)
     left = manager.allocate_blocks_cache(desc())
     dist.finalize()
-    refused(LLMStatusCode.LLM_ENGINE_FINALIZED, lambda: left.native)
+    fails(lambda: left.native, FINALIZED)
     with pytest.raises(TypeError):
         pickle.dumps(kept)
 
@@ -200,14 +198,14 @@ def test_errors_are_those_of_the_native_api(dist: LLMDataDist) -> None:
     with pytest.raises(InvalidArgument) as caught:
         dist.engine.copy(cache.native[[0]], cache.native[[99]])
     assert caught.value.argument == "src"
-    refused(LLMStatusCode.LLM_PARAM_INVALID, lambda: dist.cache_manager.copy_blocks(cache, {0: [99]}))
+    fails(lambda: dist.cache_manager.copy_blocks(cache, {0: [99]}), LE)
 
 
 def test_closing_the_engine_closes_both(start: Callable[..., LLMDataDist]) -> None:
     dist = start()
     cache = dist.cache_manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
     dist.engine.close()
-    refused(LLMStatusCode.LLM_ENGINE_FINALIZED, lambda: dist.cache_manager.copy_blocks(cache, {0: [1]}))
+    fails(lambda: dist.cache_manager.copy_blocks(cache, {0: [1]}), FINALIZED)
     dist.finalize()
     dist.init(options())
     dist.cache_manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
@@ -229,7 +227,7 @@ def test_forked_child(dist: LLMDataDist) -> None:
         status = 1
         try:
             for call in (lambda: dist.engine, lambda: cache.native):
-                refused(LLMStatusCode.LLM_FAILED, call)
+                fails(call, FAILED)
             with pytest.raises(Closed):
                 engine.events()
             status = 0

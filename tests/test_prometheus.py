@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +16,11 @@ from keeper_process import serving, stopped
 from llm_datadist import Engine, Keeper, Store
 from llm_datadist.integrations.prometheus import EngineCollector, KeeperCollector, StoreCollector
 from llm_datadist.native import KeeperObserver
+from peers import LIMIT, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LIMIT = 60.0  # for waits that end sooner unless something is broken
 DASHBOARD = Path(__file__).parents[1] / "docs" / "monitoring" / "dashboard.json"
 # Names of `integrations/vllm/metrics.py`. Prometheus adds the endings.
 VLLM = {
@@ -61,9 +60,10 @@ def linked(start: Open, *names: str) -> Engine:
     return local
 
 
-def registry_of(*engines: Any) -> CollectorRegistry:
+def registry_of(*collectors: Any) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(EngineCollector(*engines))
+    for collector in collectors:
+        registry.register(collector)
     return registry
 
 
@@ -74,7 +74,7 @@ def reporting(engine: Engine, **changes: Any) -> Any:
 
 def test_the_values_are_those_of_stats(start: Open) -> None:
     engine = start()
-    value = registry_of(engine).get_sample_value
+    value = registry_of(EngineCollector(engine)).get_sample_value
     stats = engine.stats()
     for op, counted in stats["ops"].items():
         labels = {"engine": "local", "op": op}
@@ -96,7 +96,7 @@ def test_the_values_are_those_of_stats(start: Open) -> None:
 
 def test_several_engines_are_told_apart_by_name(start: Open) -> None:
     one, two = start("one"), start("two")
-    registry = registry_of(one, two)
+    registry = registry_of(EngineCollector(one, two))
     two.allocate("more", blocks=1, tensors=1, shape=(), dtype="uint8")
     lines = generate_latest(registry).decode().splitlines()
     assert len([line for line in lines if line.startswith("# TYPE llm_datadist_caches ")]) == 1
@@ -108,7 +108,7 @@ def test_several_engines_are_told_apart_by_name(start: Open) -> None:
 
 
 def test_links_have_the_names_of_their_peers(start: Open) -> None:
-    text = generate_latest(registry_of(linked(start, "prefill"))).decode()
+    text = generate_latest(registry_of(EngineCollector(linked(start, "prefill")))).decode()
     assert re.search(r'^llm_datadist_link\{engine="local",.*peer="prefill",.*\} 1.0$', text, re.MULTILINE)
     assert 'llm_datadist_link_silent_seconds{engine="local",peer="prefill"}' in text
     moved = r'^llm_datadist_link_moved_bytes_total\{engine="local",path="(\w+)",peer="prefill"\} \d'
@@ -126,7 +126,7 @@ def test_two_peers_of_one_name_are_one_series_each(start: Open) -> None:
     assert len(series) == len(set(series))
     ages = iter([2500, 700])
     counted = [{**link, "silent_ms": next(ages), "paths": {"rings": {"transfers": 1, "bytes": 30}}} for link in links]
-    value = registry_of(reporting(local, links=counted)).get_sample_value
+    value = registry_of(EngineCollector(reporting(local, links=counted))).get_sample_value
     peer = {"engine": "local", "peer": "prefill"}
     kind = {name: str(links[0][name]) for name in ("transport", "pools", "registered")}  # type: ignore[literal-required]
     assert value("llm_datadist_link", {**peer, **kind}) == 2
@@ -137,14 +137,14 @@ def test_two_peers_of_one_name_are_one_series_each(start: Open) -> None:
 def test_a_link_of_a_cluster_has_the_name_of_its_peer(start: Open) -> None:
     """As an engine that a `LLMDataDist` opened: its links are counted by cluster id."""
     links = [{**IDLE, "cluster": 7, "paths": {}}]
-    value = registry_of(reporting(start(), links=links)).get_sample_value
+    value = registry_of(EngineCollector(reporting(start(), links=links))).get_sample_value
     assert value("llm_datadist_link_silent_seconds", {"engine": "local", "peer": "cluster 7"}) == 0.001
 
 
 def test_a_counter_does_not_fall_when_one_of_two_links_ends(start: Open) -> None:
     """`rate()` takes a counter that falls for a new one, and would count the other link twice."""
     links: list[dict[str, Any]] = []
-    registry = registry_of(reporting(start(), links=links))
+    registry = registry_of(EngineCollector(reporting(start(), links=links)))
 
     def moved(*given: tuple[int, dict[str, int]]) -> list[float | None]:
         """Return the counters of peer 2, rings and sockets, for links with a peer and the bytes of each path."""
@@ -173,7 +173,7 @@ def test_ucx_has_metrics_if_it_is_used(start: Open) -> None:
     ucx = engine.stats()["ucx"]
     assert not any("ucx" in family.name for family in EngineCollector(engine).collect())
     used = {**ucx, "version": "1.22.0", "forced_closes": 7}
-    value = registry_of(reporting(engine, ucx=used)).get_sample_value
+    value = registry_of(EngineCollector(reporting(engine, ucx=used))).get_sample_value
     assert value("llm_datadist_ucx_forced_closes_total", {"engine": "local"}) == 7
     for name in ("reads", "failures", "renewals"):
         assert value(f"llm_datadist_ucx_{name}_total", {"engine": "local"}) == ucx[name]  # type: ignore[literal-required]
@@ -181,7 +181,7 @@ def test_ucx_has_metrics_if_it_is_used(start: Open) -> None:
 
 def test_a_closed_engine_has_no_metrics(start: Open) -> None:
     engine = start()
-    registry = registry_of(engine)
+    registry = registry_of(EngineCollector(engine))
     engine.close()
     assert generate_latest(registry) == b""
 
@@ -212,9 +212,7 @@ def down(registry: CollectorRegistry, socket: Path) -> list[str]:
 
 def test_stores_and_keepers_have_the_values_of_stats(tmp_path: Path) -> None:
     keeper, store = stored(tmp_path)
-    registry = CollectorRegistry()
-    registry.register(StoreCollector({"small": store}))
-    registry.register(KeeperCollector(tmp_path / "keeper", tmp_path / "nobody"))
+    registry = registry_of(StoreCollector({"small": store}), KeeperCollector(tmp_path / "keeper", tmp_path / "nobody"))
     value = registry.get_sample_value
     stats = store.stats()
     of, at = {"store": "small"}, {"keeper": str(tmp_path / "keeper")}
@@ -250,25 +248,21 @@ def test_a_store_without_a_name_is_refused(tmp_path: Path) -> None:
 
 def test_a_keeper_that_refuses_is_not_away(tmp_path: Path) -> None:
     keeper, store = stored(tmp_path)
-    registry = CollectorRegistry()
-    registry.register(KeeperCollector(tmp_path / "keeper"))
+    registry = registry_of(KeeperCollector(tmp_path / "keeper"))
     with keeper, store:
         with ExitStack() as observers:
             for _ in range(8):
                 observers.enter_context(KeeperObserver(tmp_path / "keeper"))
             assert down(registry, tmp_path / "keeper") == ["refused"]
         assert (store.stats()["keeper"] or {})["refused"] == 1
-        end = time.monotonic() + LIMIT
-        while down(registry, tmp_path / "keeper"):  # until it has seen the end of the others
-            assert time.monotonic() < end
+        eventually(lambda: down(registry, tmp_path / "keeper") == [], what="the end of the others")
 
 
 def test_a_keeper_that_hangs_costs_no_hits(tmp_path: Path) -> None:
     socket = tmp_path / "keeper"
     with serving(socket) as keeper, Store(socket, namespace="a model", value=1024, timeout=LIMIT) as store:
         assert store.put([bytes(28)], [bytes(1024)]) == [True]
-        registry = CollectorRegistry()
-        registry.register(StoreCollector({"small": store}))
+        registry = registry_of(StoreCollector({"small": store}))
         with stopped(keeper):
             hits = "llm_datadist_store_hits_total"
             assert registry.get_sample_value(hits, {"store": "small"}) == 0

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 
-from peers import GONE, INVALID, OK, UNLINKED, End, Ends, Peer, by_blocks, by_request, by_slot, code, equal, pattern
+from peers import GONE, INVALID, OK, UNLINKED, End, Ends, Peer, by_blocks, by_slot, code, equal, pattern
 from peers.values import cache_key
 
 
@@ -94,34 +93,6 @@ def test_what_is_refused_moves_nothing(one_sided: tuple[End, Peer]) -> None:
         assert equal(remote.read(name), pattern(1, 4, rows, row)), name
     for name, row in (("fb", 64), ("other", 65), ("closed blocks", 64)):
         assert equal(remote.read(name), pattern(1, 4, 4, row)), name
-
-
-def test_an_id_of_0_or_less_is_the_key_of_request_0(one_sided: tuple[End, Peer]) -> None:
-    local, remote = one_sided
-    local.allocate("n", 2, 64, 2, seed=2)
-    assert code(local.push_cache, by_slot(2, 0, 0), "n") == GONE
-    remote.allocate("f", 2, 64, 2, keys=[by_request(2, 0)], seed=1)
-    local.push_cache(by_slot(2, 0, 0), "n", 1)
-    expected = pattern(1, 2, 2, 64)
-    for left, right in zip(expected, pattern(2, 2, 2, 64)):
-        left[0] = right[1]
-    assert equal(remote.read("f"), expected)
-
-
-def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, transport: str) -> None:
-    local, remote = ends.pair(
-        accessible=True, pool=4 << 20, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=9999
-    )
-    count, size = 60_000, 24
-    remote.allocate("f", count, size, 1, blocks=True, keys=[by_blocks(2)])
-    local.allocate("n", count, size, 1, blocks=True, seed=1)
-    order = np.random.default_rng(5)
-    src, dst = order.permutation(count), order.permutation(count)
-    source, expected = pattern(1, 1, count, size)[0], np.zeros((count, size), dtype=np.uint8)
-    for some, others in ((src, dst), (src[:1], dst[1:2])):
-        local.push_blocks(by_blocks(2), "n", some.tolist(), others.tolist(), n=1)
-        expected[others] = source[some]
-        assert np.array_equal(remote.read("f")[0], expected)
 
 
 @pytest.mark.parametrize("pushed", [False, True])

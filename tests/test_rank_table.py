@@ -255,14 +255,6 @@ def test_registering_after_link(ends: Ends, port: int) -> None:
     assert code(local.pull_cache, by_slot(2, made), "n") == OK
 
 
-def test_registering_explicitly_after_link_clusters_is_allowed(ends: Ends) -> None:
-    local, remote = ends.pair(accessible=True)
-    remote.register("f", 2, 64, 2, blocks=True, keys=[by_blocks(2)], accessible=True, seed=1)
-    local.register("n", 2, 64, 2, blocks=True, accessible=True)
-    local.pull_blocks(by_blocks(2), "n", [0, 1], [1, 0])
-    assert equal(local.read("n"), [tensor[::-1] for tensor in pattern(1, 2, 2, 64)])
-
-
 def test_many_communicators_wait_at_once(ends: Ends, port: int) -> None:
     local = ends.local(given(port))
     comms = [local.link(f"comm {number}", RANKS, PLAIN) for number in range(512)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conftest import options
-from llm_datadist import BlocksCacheKey, CacheKey, Placement
+from llm_datadist import CacheKey, Placement
 from memory import GONE, LE, UserTensors, desc, raising, refused, same, used
 
 
@@ -56,16 +56,6 @@ def test_keys_of_registered_caches_stay_until_unregistering(manager: Any) -> Non
     manager.unregister_cache(again.cache_id)
     manager.unregister_cache(cache.cache_id)
     manager.allocate_cache(desc(), [keys[1]])
-
-
-def test_a_second_blocks_registration_takes_the_key(manager: Any) -> None:
-    user = UserTensors()
-    first = manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs, BlocksCacheKey(1, 3))
-    second = manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs, BlocksCacheKey(1, 3))
-    with refused(manager, LE, users=[user]):
-        manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3))
-    manager.unregister_cache(second.cache_id)
-    manager.copy_blocks(first, {0: [1]})
 
 
 def test_registering_needs_no_pool_and_no_page_alignment(start: Any) -> None:

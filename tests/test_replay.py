@@ -300,6 +300,15 @@ def test_leak_of_decode_is_found(monkeypatch, capsys):
         (["--json", "no-such-folder/results"], "--json: "),
         (["--kill-prefill-at", "21", "--requests", "20"], "--kill-prefill-at: the trace has only 20 requests"),
         (["--no-such-option"], "unrecognized arguments"),
+        (["--svg", "rates.svg"], "--svg: only with --hit-rates"),
+        (["--hit-rates", "--svg", "-"], "--svg: standard output takes no picture"),
+        *[
+            (["--hit-rates", "--kill-prefill-at", at], "--kill-prefill-at: --hit-rates has no prefill process")
+            for at in ("3", "half")
+        ],
+        (["--hit-rates", "--svg", "/nowhere/rates.svg"], "--svg: [Errno 2]"),
+        (["--hit-rates", "/nowhere/trace"], "/nowhere/trace: [Errno 2]"),
+        *[(["--hit-rates", option, "/"], f"{option}: '/' is a folder") for option in ("--svg", "--json")],
     ],
 )
 def test_unusable_options_exit_2(capsys, options, reason):

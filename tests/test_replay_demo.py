@@ -18,12 +18,11 @@ from llm_datadist.commands.replay.cli import main
 from llm_datadist.commands.replay.node import Node
 from llm_datadist.commands.replay.trace import make_trace
 from peers import eventually
+from test_replay import SMALL
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300
 REQUESTS = 60
-# 16 KiB a block
-SMALL = ["--layers", "1", "--head-dim", "8", "--device-pool", "8MiB", "--host-pool", "20MiB", "--quiet"]
 BLOCK_BYTES = 16384
 LARGE_POOL = "64MiB"  # holds every block of the requests, so that none is dropped
 

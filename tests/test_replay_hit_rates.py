@@ -157,29 +157,3 @@ def test_results_are_written_although_the_picture_cannot_be(
         main([trace, "--hit-rates", "--svg", "/dev/full", "--json", str(json_file)])
     assert json.loads(json_file.read_text())["requests"] == 1
     assert "hit rate" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("option", ["--svg", "--json"])
-def test_folder_in_place_of_a_file_is_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--hit-rates", option, str(tmp_path)])
-    assert caught.value.code == 2
-    assert f"{option}: {str(tmp_path)!r} is a folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--svg", "rates.svg"], "--svg: only with --hit-rates"),
-        (["--hit-rates", "--svg", "-"], "--svg: standard output takes no picture"),
-        (["--hit-rates", "--kill-prefill-at", "3"], "--kill-prefill-at: --hit-rates has no prefill process"),
-        (["--hit-rates", "--kill-prefill-at", "half"], "--kill-prefill-at: --hit-rates has no prefill process"),
-        (["--hit-rates", "--svg", "/nowhere/rates.svg"], "--svg: [Errno 2]"),
-        (["--hit-rates", "/nowhere/trace"], "/nowhere/trace: [Errno 2]"),
-    ],
-)
-def test_wrong_options_are_named(options: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(options)
-    assert caught.value.code == 2
-    assert reason in capsys.readouterr().err
