@@ -196,11 +196,11 @@ class Transfer:
         eventually(lambda: set(layers_done(task)) == {layers}, what=f"{layers} layers")
         return steps, task
 
-    def arrived(self, layers: Optional[int] = None, why: Any = "", at: Sequence[Remote] = ()) -> None:
+    def arrived(self, layers: Optional[int] = None) -> None:
         """Check that slot 0 of the first `layers` layers (default: all) has arrived everywhere, and nothing else."""
-        for remote in at or self.all:
+        for remote in self.all:
             remote.slot(self.source, range(self.layers if layers is None else layers))
-            remote.check(why)
+            remote.check()
 
     def again(self) -> None:
         assert set(self.send()) == {OK}

@@ -12,7 +12,7 @@ import pytest
 
 from layers import FINALIZED, Decoder, Steps, Transfer, finish, layers_done, results, unlinked
 from llm_datadist import LLMStatusCode
-from peers import OK, THOROUGH, Ends, equal, eventually, linked, options, pattern, stop_process, together
+from peers import OK, Ends, equal, eventually, linked, options, pattern, stop_process, together
 
 ASYNCIO = """
 import asyncio
@@ -212,28 +212,6 @@ print("flows", flush=True)
 while True:
     go(Model(0)).synchronize()
 """
-
-
-def test_a_prefill_that_is_killed_holds_nothing_of_the_decoder(ends: Ends, way: dict[str, Any]) -> None:
-    decoder = Decoder(ends, way)
-    local = decoder.local
-    local.allocate("g", 1, 6400, 20, seed=3)
-    chance = random.Random(1)  # noqa: S311
-    for number in range(10 if THOROUGH else 2):
-        program = decoder.start(FLOWS, until="flows")
-        time.sleep(0.05 + chance.random() * 0.02)
-        program.kill()
-        program.communicate()
-        eventually(lambda: local.links() == [], what="the end of the link")
-        local.copy_cache("f", "g")
-        time.sleep(0.05)
-        assert equal(local.read("f"), pattern(3, 20, 1, 6400)), number
-    status, _, err = decoder.run("assert results(go(Model())) == ['LLM_SUCCESS']")
-    assert status == 0, err
-    assert decoder.whole()
-    for name in ("f", "g"):
-        local.deallocate(name)
-    eventually(lambda: local.used() == 0, what="the memory")
 
 
 def test_a_prefill_that_stood_still_does_not_write_where_others_live_now(ends: Ends, way: dict[str, Any]) -> None:

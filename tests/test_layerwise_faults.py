@@ -14,37 +14,6 @@ from llm_datadist import LLMStatusCode
 from peers import OK, TIMEOUT, UNLINKED, Ends, by_request, equal, eventually, linked, pattern
 
 
-@pytest.mark.parametrize("moment", ["before", "between", "during"])
-def test_one_of_three_decoders_is_killed(ends: Ends, way: dict[str, Any], moment: str) -> None:
-    transfer = Transfer(ends, way, 1, 200_000, peers=3, pool=16 << 20, llm__SyncKvCacheWaitTime=8000)
-    local, (first, _, third), (_, victim, _) = transfer.local, transfer.all, transfer.peers
-    if moment == "before":
-        victim.kill()
-        steps = Steps()
-        task = transfer.start(steps)
-    elif moment == "between":
-        steps, task = transfer.begun(2)
-        victim.kill()
-        unlinked(local, victim.cluster)
-        steps.allow()
-    else:
-        steps, task = transfer.begun(1)
-        victim.stop()
-        steps.allow()
-        eventually(lambda: layers_done(task)[::2] == [4, 4], what="the others, while it stands still with a layer")
-        assert not task.done()
-        victim.kill()
-    assert results(task) == [OK, UNLINKED, OK]
-    assert task.synchronize() == LLMStatusCode.LLM_NOT_YET_LINK
-    assert steps.layers == [0, 1, 2, 3], "the layers that the others need are asked for"
-    assert names(task.errors()[1], cluster=victim.cluster)
-    transfer.arrived(at=[first, third])
-    again = ends.peer(transfer.given, victim.cluster)
-    eventually(lambda: local.link_clusters([again.at])[1][0] == OK, what="the link")
-    transfer.all[1] = transfer.remote("f", again)
-    transfer.again()
-
-
 def test_nobody_is_asked_for_layers_that_only_the_dead_needed(ends: Ends) -> None:
     transfer = Transfer(ends, peers=2, layers=6)
     gone, to = transfer.all
@@ -54,6 +23,9 @@ def test_nobody_is_asked_for_layers_that_only_the_dead_needed(ends: Ends) -> Non
     unlinked(transfer.local, gone.peer.cluster)
     steps.allow(3)
     assert results(task) == [UNLINKED, OK], "it ends though the synchronizer may wait for layer 3"
+    assert names(task.errors()[0], cluster=gone.peer.cluster)
+    to.slot(transfer.source, range(2))
+    to.check()
     steps.allow()
     eventually(lambda: not layer_threads(), what="the end of the thread")
     assert set(steps.layers) <= {0, 1, 2, 3}, "at most the layer during which the death is noticed"

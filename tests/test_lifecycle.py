@@ -14,13 +14,13 @@ from llm_datadist import (
     LLMDataDist,
     LLMException,
     LLMRole,
-    LLMStatusCode,
     Placement,
     engine_log,
 )
 from memory import (
     AE,
     LE,
+    OOM,
     TE,
     UINT64_MAX,
     VE,
@@ -32,13 +32,11 @@ from memory import (
     pool_facts,
     raising,
     run_engine,
-    run_fresh,
     same,
     used,
 )
 from peers import kv_options, together
 
-NO_MEMORY = Expected("LLMException(OUT_OF_MEMORY)", (LLMException,), (LLMStatusCode.LLM_OUT_OF_MEMORY,))
 SEED_POOL = 18737418240
 HIXL = {"llm.TransferBackend": "hixl", "llm.listenIpInfo": "127.0.0.1:0"}
 
@@ -168,15 +166,18 @@ def test_a_missing_role_is_noticed_by_init() -> None:
         dist.init(options())
 
 
+either_pool = pytest.mark.parametrize(
+    ("key", "placement"), [("llm.MemPoolConfig", Placement.DEVICE), ("llm.HostMemPoolConfig", Placement.HOST)]
+)
+
+
 @pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
 @pytest.mark.parametrize(
     "text", ['{"memory_size": 65536}', '{"memory_size": 1024, "page_shift": 10, "other": [1, {"memory_size": "x"}]}']
 )
-@pytest.mark.parametrize("key", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
-def test_good_pool_description(start: Callable[..., Any], text: str, key: str) -> None:
-    manager = start({**options(None, None), key: text}).cache_manager
-    name = "device" if key == "llm.MemPoolConfig" else "host"
-    placement = Placement.DEVICE if name == "device" else Placement.HOST
+@either_pool
+def test_good_pool_description(start: Callable[..., Any], text: str, key: str, placement: Placement) -> None:
+    manager, name = start({**options(None, None), key: text}).cache_manager, placement.name.lower()
     facts = pool_facts(manager, name)
     assert facts["capacity_bytes"] == json.loads(text)["memory_size"]
     cache = manager.allocate_cache(desc(1, 1, 1, placement))
@@ -195,22 +196,18 @@ def test_host_pool_has_a_limit(start: Callable[..., Any]) -> None:
 
 
 def test_memory_that_does_not_exist_is_out_of_memory(start: Callable[..., Any]) -> None:
-    with raising(NO_MEMORY):
+    with raising(OOM):
         start(options(pool(1 << 58, 30), None))
     start()
 
 
-@pytest.mark.parametrize("key", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
-def test_the_documented_pool_starts_without_touching_its_memory(key: str) -> None:
-    out = run_fresh(
+@either_pool
+def test_the_documented_pool_starts_without_touching_its_memory(key: str, placement: Placement) -> None:
+    out = run_engine(
         f"""
         from pathlib import Path
-        from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole, Placement
-        text = "{{\\"memory_size\\": {SEED_POOL}, \\"page_shift\\": 16}}"
-        dist = LLMDataDist(LLMRole.PROMPT, 1)
-        dist.init({{"llm.EnableCacheManager": "1", "{key}": text}})
-        device = "{key}" == "llm.MemPoolConfig"
-        place = Placement.DEVICE if device else Placement.HOST
+        dist, place = LLMDataDist(LLMRole.PROMPT, 1), {placement}
+        dist.init({{"llm.EnableCacheManager": "1", "{key}": '{pool(SEED_POOL, 16)}'}})
         cache = dist.cache_manager.allocate_cache(CacheDesc(2, [2, 1 << 20], DataType.DT_FLOAT16, place))
         dist.cache_manager.copy_cache(cache, cache, 1, 0)
         almost_all = CacheDesc(1, [{SEED_POOL // 65536 - 128}, 65536], DataType.DT_INT8, place)
@@ -486,16 +483,14 @@ def test_concurrent_init_of_one_object_is_one_init(start: Callable[..., Any]) ->
 
 
 def test_a_package_imported_again_works_with_its_own_classes() -> None:
-    out = run_fresh(
+    out = run_engine(
         """
-        import sys
-        from llm_datadist import LLMException
         for name in [name for name in sys.modules if name.split(".")[0] == "llm_datadist"]:
             del sys.modules[name]
         import llm_datadist as second
         assert second.LLMException is not LLMException
         dist = second.LLMDataDist(second.LLMRole.MIX, 1)
-        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
+        dist.init(OPTIONS)
         made_of = second.CacheDesc(1, [4, 100], second.DataType.DT_INT8)
         cache = dist.cache_manager.allocate_cache(made_of, [second.CacheKey(1, 1)])
         dist.cache_manager.copy_cache(cache, cache, 1, 0)

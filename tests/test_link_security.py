@@ -1,4 +1,7 @@
-"""Tokens on either side of a link. Not for: strangers at a listener (`test_hostile_peers.py`)."""
+"""Tokens on either side of a link.
+
+Not for: strangers at a listener (`test_hostile_peers.py`), members of a communicator (`links/communicators.rs`).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from peers import (
     Ends,
     Peer,
     check_pull,
-    free_ports,
-    one_server,
     options,
 )
 
@@ -57,11 +58,3 @@ def test_a_short_token_is_refused_and_no_token_is_ever_shown(ends: Ends) -> None
     assert talker.link_clusters([remote.at])[1] == [LINK_FAILED]
     assert talker.said(), "it logs"
     assert TOKEN not in talker.said() + str(talker.stats())
-
-
-def test_a_rank_table_link_needs_the_token_too(ends: Ends) -> None:
-    chosen = {"llm__RankPort": free_ports(), "llm__LinkTotalTime": 1}
-    remote = ends.peer(options(llm__LinkToken=OTHER, **chosen))
-    local = ends.local(options(llm__LinkToken=TOKEN, **chosen))
-    mine, theirs = (end.link("pair", {1: 0, 2: 1}, one_server()) for end in (local, remote))
-    assert local.final_state(mine) == remote.final_state(theirs) == "FAILED"

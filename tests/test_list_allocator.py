@@ -10,17 +10,14 @@ import json
 
 import pytest
 
-from memory import run_fresh
+from memory import run_engine
 
-ENGINE = """
-import ctypes, json, resource
-from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, Placement
+OPENED = """
+import json, resource
 
 def opened():
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
     pool = json.dumps({"memory_size": 8 << 20, "page_shift": 16})
-    given = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": pool, "llm.HostMemPoolConfig": pool}
-    dist.init({**given, "llm.SyncKvCacheWaitTime": "60000"})
+    dist, _ = engine(MemPoolConfig=pool, HostMemPoolConfig=pool, SyncKvCacheWaitTime="60000")
     return dist
 """
 
@@ -66,12 +63,12 @@ dist.finalize()
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not tell about its malloc")
 def test_opening_an_engine_leaves_malloc_alone() -> None:
-    before, after = json.loads(run_fresh(ENGINE + MALLOC))
+    before, after = json.loads(run_engine(OPENED + MALLOC))
     assert before == 1, "nobody raised the limits before"
     assert after == 1
 
 
 def test_lists_are_made_of_memory_that_was_used_before() -> None:
-    counts = json.loads(run_fresh(ENGINE + FAULTS))
+    counts = json.loads(run_engine(OPENED + FAULTS))
     # One list has 128 pages.
     assert min(counts) < 64, counts

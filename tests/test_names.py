@@ -234,21 +234,8 @@ def test_engine_config() -> None:
     assert not isinstance(caught.value, LLMException)
 
 
-SECTIONS = ("Args:", "Returns:", "Raises:")
-
-
-def sections_of(documented: str) -> dict[str, list[str]]:
-    """Return the lines of each section of a docstring. A line that is not indented ends a section."""
-    found: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for line in documented.splitlines():
-        if line in SECTIONS:
-            current = found.setdefault(line, [])
-        elif line and not line.startswith(" "):
-            assert current is None, f"text after a section: {line!r}"
-        elif current is not None:
-            current.append(line)
-    return found
+# The sections of a docstring. No text follows them. The indented lines of the section `Args` are a group.
+SECTIONS = re.compile(r"^Args:\n((?: .*\n|\n)*)(?:^(?:Returns|Raises):\n(?: .*\n|\n)*)*\Z", re.MULTILINE)
 
 
 PUBLIC_CLASSES = [
@@ -264,8 +251,9 @@ def test_every_parameter_of_a_public_method_is_documented_under_args(owner: type
         documented = inspect.getdoc(method) or ""
         if name.startswith("_") or "Args:" not in documented:
             continue
-        arguments = sections_of(documented)["Args:"]
-        named = [match[1] for line in arguments if (match := re.match(r"    ([*]{0,2}\w+): ", line))]
+        sections = SECTIONS.search(f"{documented}\n")
+        assert sections, f"text after a section of {owner.__name__}.{name}"
+        named = re.findall(r"^    ([*]{0,2}\w+): ", sections[1], re.MULTILINE)
         parameters = inspect.signature(method).parameters.values()
         expected = [str(one).partition(":")[0].partition("=")[0].strip() for one in parameters if one.name != "self"]
         assert named == expected, f"{owner.__name__}.{name}"

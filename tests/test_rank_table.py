@@ -7,7 +7,6 @@ Not for: links by address (`test_links.py`), wrong arguments (`test_link_argumen
 from __future__ import annotations
 
 import json
-import threading
 import time
 from typing import Any
 
@@ -16,14 +15,12 @@ import pytest
 from memory import TE, VE, raising
 from peers import (
     INVALID,
-    LIMIT,
     OK,
     THOROUGH,
     UNLINKED,
     Ends,
     Peer,
     Stranger,
-    by_blocks,
     by_request,
     by_slot,
     code,
@@ -136,28 +133,6 @@ def test_members_with_other_maps_do_not_meet(ends: Ends, port: int) -> None:
     comm, other = local.link("map", RANKS, PLAIN), remote.link("map", {2: 0, 1: 1}, PLAIN)
     assert local.final_state(comm) == remote.final_state(other) == "FAILED"
     both(local, remote)
-
-
-@either_rank
-def test_pulls_that_wait_do_not_disturb_the_link_they_wait_for(ends: Ends, port: int, ranks: dict[int, int]) -> None:
-    remote, local = opened(ends, port, llm__SyncKvCacheWaitTime=8000)
-    key = [by_blocks(2)]
-    remote.allocate("f", 1, 64, 2, blocks=True, keys=key, seed=1)
-    for number in range(4):
-        local.allocate(f"n{number}", 1, 64, 2, blocks=True)
-    calls = [["pull_blocks", [by_blocks(2), f"n{number}", [0], [0]], {}] for number in range(4)]
-    for round_ in range(10):
-        comm = local.link(f"pair {round_}", ranks, PLAIN)
-        codes: list[str] = []
-        waiting = threading.Thread(target=lambda codes=codes: codes.extend(local.at_once(calls)))
-        waiting.start()
-        time.sleep(0.02)
-        other = remote.link(f"pair {round_}", ranks, PLAIN)
-        waiting.join(LIMIT)
-        assert codes == [OK] * 4
-        assert [link["transport"] for link in local.links()] == ["shm"]
-        local.unlink(comm)
-        remote.unlink(other)
 
 
 # -- peers that come back --------------------------------------------------------------------------------------------

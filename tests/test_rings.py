@@ -1,7 +1,7 @@
-"""Call streams with rings when a process forks, is stopped or has no free descriptor.
+"""Call streams with rings when a process forks or has no free descriptor.
 
-Not for: which calls use rings (`links/rings.rs` of the core), peers that are killed (`test_killed_ring_peers.py`),
-peers that break the protocol (`test_hostile_rings.py`).
+Not for: which calls use rings (`links/rings.rs` and `links/paths.rs` of the core), peers that are killed
+(`test_killed_ring_peers.py`), peers that break the protocol (`test_hostile_rings.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import time
 
 import pytest
 
-from aarch64.probe import reads_other_process
-from emulation import needs
 from hostile import messages as m
 from hostile.client import Offer
 from hostile.trial import SLACK, Trial
-from peers import GRACE, TIMEOUT, Ends, Peer, by_blocks, by_slot, equal, eventually, linked, options, pattern
+from peers import Ends, Peer, by_slot, equal, eventually, linked, options, pattern
 
 ROW = (1, 5000, 2)
 NO_DESCRIPTOR = "no file descriptor is free for the ring memory of a call stream"
@@ -63,29 +61,6 @@ def test_forked_child_leaves_the_streams_of_its_parent_alone(ends: Ends) -> None
         sides.push(back=True)
         assert [peer.sockets() for peer in (sides.dialing, sides.accepting)] == before, "a stream was replaced"
         assert sides.rings() == [2, 2]
-
-
-@needs("process_vm_readv", reads_other_process)
-def test_only_short_pulls_of_registered_memory_need_the_owner(ends: Ends) -> None:
-    """A stopped owner does not send 300 KiB through rings, so the pull times out. 2.3 MiB are read by process id."""
-    local, remote = ends.pair(llm__SyncKvCacheWaitTime=2000, llm__LinkSilence=60_000)
-    rows, row_bytes = 16, 150 << 10
-    remote.register("remote", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)], mapped=True)
-    local.register("local", rows, row_bytes, 2, blocks=True, seed=1, mapped=True)
-    local.pull_blocks(by_blocks(2), "local", [0], [0])
-    assert local.links()[0]["paths"]["rings"]["transfers"] == 1
-    remote.fill("remote", 10)
-    expected, source = local.read("local"), remote.read("remote")
-    with remote.stopped():
-        result, seconds, _ = local.timed("pull_blocks", by_blocks(2), "local", [2], [3])
-        assert result == TIMEOUT
-        assert 1.95 < seconds < 2 + GRACE
-        assert equal(local.read("local"), expected)
-        local.pull_blocks(by_blocks(2), "local", range(8), range(8, 16))
-        assert local.links()[0]["paths"]["process"]["transfers"] == 1
-    for target, theirs in zip(expected, source):
-        target[8:] = theirs[:8]
-    assert equal(local.read("local"), expected)
 
 
 @pytest.mark.parametrize("end", ["finalize", "kill"])
