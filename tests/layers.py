@@ -283,6 +283,12 @@ class Decoder:
     def run(self, text: str) -> tuple[int, str, str]:
         return finish(self.start(text))
 
+    def output(self, text: str) -> str:
+        """Run a program that must end with status 0."""
+        status, out, err = self.run(text)
+        assert status == 0, out + err
+        return out
+
     def whole(self) -> bool:
         return equal(self.local.read("f"), self.good)
 

@@ -352,23 +352,19 @@ print(stats["caches"], stats["keys"], len(manager.get_cache_tensors(cache)))
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("given", "text"),
     [
-        *[("ge.exec.deviceId", bad) for bad in ("0;1", "x", "")],
-        *[("llm.ClusterInfo", bad) for bad in ("no JSON", '{"listen_ip_info": [{"ip": 16777343}]}')],
-        *[("llm.listenIpInfo", bad) for bad in ("127.0.0.1:1;127.0.0.1:2", "127.0.0.1")],
+        ({}, "deviceId is missing: set LLMConfig.device_id"),
+        ({}, "enable_cache_manager"),
+        *[({"ge.exec.deviceId": bad}, "") for bad in ("0;1", "x", "")],
+        *[({**NO_POOL, "llm.ClusterInfo": bad}, "") for bad in ("no JSON", '{"listen_ip_info": [{"ip": 16777343}]}')],
+        *[({**NO_POOL, "llm.listenIpInfo": bad}, "") for bad in ("127.0.0.1:1;127.0.0.1:2", "127.0.0.1")],
     ],
 )
-def test_options_without_meaning(begin: Callable[..., LLMDataDist], key: str, value: str) -> None:
-    given = {**NO_POOL, key: value}
+def test_options_without_meaning(begin: Callable[..., LLMDataDist], given: dict[str, str], text: str) -> None:
     before = dict(given)
-    fails(lambda: begin(settings=given), LE)
+    fails(lambda: begin(settings=given), LE, text)
     assert given == before, "an init that failed leaves the caller's dict alone"
-
-
-def test_missing_device_id_says_what_to_set(begin: Callable[..., LLMDataDist]) -> None:
-    with pytest.raises(LLMException, match=r"deviceId is missing: set LLMConfig\.device_id.*enable_cache_manager"):
-        begin(settings={})
 
 
 def test_an_exhausted_pool_is_waited_for(prompt: KvCacheManager) -> None:

@@ -11,15 +11,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
-from llm_datadist import (
-    CacheDesc,
-    CacheKey,
-    DataType,
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    TransferConfig,
-)
+from llm_datadist import CacheDesc, CacheKey, DataType, LLMDataDist, LLMException, LLMRole, TransferConfig
 from llm_datadist.original.tensors import create_npu_tensors
 from mistakes import info
 from peers import (

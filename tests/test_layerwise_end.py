@@ -99,8 +99,7 @@ def test_a_process_delivers_its_transfers_at_its_end(
 )
 def test_a_process_ends_though_a_synchronizer_does_not_return(ends: Ends, blocks: str) -> None:
     decoder = Decoder(ends)
-    status, out, err = decoder.run(f"{COMPUTE}\ntask = go(Model(0, lambda: {blocks}))\nprint(task.get_results(100))\n")
-    assert status == 0, err
+    out = decoder.output(f"{COMPUTE}\ntask = go(Model(0, lambda: {blocks}))\nprint(task.get_results(100))\n")
     assert "LLM_TIMEOUT" in out
     eventually(lambda: decoder.local.links() == [], what="the end of the link")
     for got, good in zip(decoder.local.read("f")[:6], decoder.good):
@@ -112,15 +111,13 @@ def test_a_process_ends_though_a_synchronizer_does_not_return(ends: Ends, blocks
 
 def test_a_synchronizer_that_ends_the_process(ends: Ends) -> None:
     decoder = Decoder(ends)
-    status, out, err = decoder.run("task = go(Model(0, lambda: sys.exit(5)))\nprint(results(task))\n")
-    assert status == 0, err
+    out = decoder.output("task = go(Model(0, lambda: sys.exit(5)))\nprint(results(task))\n")
     assert "['LLM_TIMEOUT']" in out, "a line of the log may follow before the end of the line"
     assert out.count("synchronize_layer raised") == 1
     for call, expected in (("os._exit(6)", 6), ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM)):
         status, _, _ = decoder.run(f"task = go(Model(0, lambda: {call}))\ntask.synchronize()\n")
         assert status == expected
-    status, _, err = decoder.run("task = go(Model())\nassert results(task) == ['LLM_SUCCESS']\n")
-    assert status == 0, err
+    decoder.output("task = go(Model())\nassert results(task) == ['LLM_SUCCESS']\n")
     assert decoder.whole()
 
 
@@ -166,7 +163,7 @@ def test_threads_at_work_survive_the_end_of_the_interpreter(ends: Ends) -> None:
 
 
 def test_a_task_after_its_engine_was_closed_at_exit(ends: Ends) -> None:
-    status, out, err = Decoder(ends).run("""
+    out = Decoder(ends).output("""
         import atexit
         steps = Steps(allowed=2)
         task = go(steps)
@@ -177,13 +174,12 @@ def test_a_task_after_its_engine_was_closed_at_exit(ends: Ends) -> None:
         atexit.register(last)
         atexit.register(module._shutdown_handler)
     """)
-    assert status == 0, err
     assert out.strip() == "LLM_ENGINE_FINALIZED ['LLM_ENGINE_FINALIZED'] True False", out
 
 
 def test_a_forked_child_has_no_part_in_the_transfer(ends: Ends, way: dict[str, Any]) -> None:
     decoder = Decoder(ends, way)
-    status, out, err = decoder.run("""
+    out = decoder.output("""
         import warnings
         from llm_datadist import LLMException
         warnings.simplefilter("ignore")
@@ -203,7 +199,7 @@ def test_a_forked_child_has_no_part_in_the_transfer(ends: Ends, way: dict[str, A
         steps.allow()
         print(results(task))
     """)
-    assert (status, out) == (0, "['LLM_SUCCESS']\n"), out + err
+    assert out == "['LLM_SUCCESS']\n"
     assert decoder.whole()
 
 

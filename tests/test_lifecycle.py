@@ -10,13 +10,7 @@ import pytest
 
 from conftest import PAGE, options, pool
 from ids import short
-from llm_datadist import (
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    Placement,
-    engine_log,
-)
+from llm_datadist import LLMDataDist, LLMException, LLMRole, Placement, engine_log
 from memory import (
     AE,
     LE,

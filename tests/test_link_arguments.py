@@ -13,14 +13,7 @@ from typing import Any, Callable
 import pytest
 
 from conftest import options
-from llm_datadist import (
-    LLMClusterInfo,
-    LLMConfig,
-    LLMDataDist,
-    LLMRole,
-    LLMStatusCode,
-    RegisterMemStatus,
-)
+from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode, RegisterMemStatus
 from llm_datadist.native import InvalidArgument
 from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, raising, run_engine
 from mistakes import Row, check, coded, fails, info

@@ -8,14 +8,7 @@ from __future__ import annotations
 import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
-from peers import (
-    LINK_FAILED,
-    OK,
-    Ends,
-    Peer,
-    check_pull,
-    options,
-)
+from peers import LINK_FAILED, OK, Ends, Peer, check_pull, options
 
 TOKEN = "a shared token of some length"  # noqa: S105
 OTHER = "another token of some length."

@@ -1,17 +1,19 @@
 """Pushes to a peer in another process: which bytes arrive, which stay as they were, and what is refused.
 
-Remote-accessible mode only (contract §7.14, §7.15). Not for: effects on keys (`test_keys_remote.py`), or
-arguments that are refused before the peer is asked (`test_transfer_arguments.py`).
+Remote-accessible mode only (contract §7.14, §7.15). Not for: effects on keys (`test_keys_remote.py`), arguments that
+are refused before the peer is asked (`test_transfer_arguments.py`), or long lists (`transfer.rs` of the core's tests).
 """
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
-import pytest
-
-from peers import GONE, INVALID, OK, UNLINKED, End, Ends, Peer, by_blocks, by_slot, code, equal, pattern
+from peers import GONE, INVALID, OK, UNLINKED, End, Peer, by_blocks, by_slot, code, equal, pattern
 from peers.values import cache_key
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_what_was_pushed_is_the_peers_own(one_sided: tuple[End, Peer]) -> None:
@@ -93,26 +95,3 @@ def test_what_is_refused_moves_nothing(one_sided: tuple[End, Peer]) -> None:
         assert equal(remote.read(name), pattern(1, 4, rows, row)), name
     for name, row in (("fb", 64), ("other", 65), ("closed blocks", 64)):
         assert equal(remote.read(name), pattern(1, 4, 4, row)), name
-
-
-@pytest.mark.parametrize("pushed", [False, True])
-def test_a_destination_named_many_times_has_the_last_block(ends: Ends, transport: str, pushed: bool) -> None:
-    """The last of 70,000 writes of one block counts, on each path. Blocks in between stay unchanged."""
-    way = {"llm__LinkTransport": transport, "llm__Verify": "full", "llm__SyncKvCacheWaitTime": 9999}
-    local, remote = ends.pair(accessible=True, **way)
-    remote.allocate("f", 64, 24, 1, blocks=True, keys=[by_blocks(2)], seed=1)
-    local.allocate("n", 64, 24, 1, blocks=True, seed=2)
-    src = [at % 61 for at in range(70_000)] + [5, 6, 7, 8]
-    dst = [9] * 70_000 + [10, 11, 9, 12]
-    key, mine = cache_key(by_blocks(2)), local.held["n"].handle
-    if pushed:
-        read, expected = local.read("n"), remote.read("f")
-        local.manager.push_blocks(key, mine, src, dst, tensor_num_per_layer=1)
-        written = remote.read("f")
-    else:
-        read, expected = remote.read("f"), local.read("n")
-        local.manager.pull_blocks(key, mine, src, dst)
-        written = local.read("n")
-    for block, row in zip((5, 6, 7, 8), (10, 11, 9, 12)):
-        expected[0][row] = read[0][block]
-    assert equal(written, expected)

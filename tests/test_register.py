@@ -8,7 +8,7 @@ import pytest
 
 from conftest import options
 from llm_datadist import CacheKey, Placement
-from memory import GONE, LE, UserTensors, desc, raising, refused, same, used
+from memory import GONE, LE, UserTensors, desc, raising, refused, used
 
 
 @pytest.mark.parametrize("placement", list(Placement))
@@ -28,19 +28,6 @@ def test_registered_cache(manager: Any, placement: Placement, blocks: bool, remo
         assert manager.unregister_cache(number) is None
     with raising(GONE):
         _ = manager.copy_blocks(cache, {0: [1]}) if blocks else manager.copy_cache(cache, cache, 1, 0)
-
-
-def test_deallocating_memory_of_the_caller_does_nothing_to_it(manager: Any) -> None:
-    user = UserTensors(seed=3)
-    batch = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
-    blocks = manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs)
-    before = user.snapshot()
-    manager.deallocate_cache(batch)
-    manager.deallocate_blocks_cache(blocks)
-    manager.deallocate_blocks_cache(user.cpu_cache())
-    manager.copy_cache(batch, batch, 0, 0)
-    manager.copy_blocks(blocks, {0: [0]})
-    assert same(user.snapshot(), before)
 
 
 def test_keys_of_registered_caches_stay_until_unregistering(manager: Any) -> None:
