@@ -66,6 +66,20 @@ def test_finalize_with_a_synchronizer_that_blocks(ends: Ends, way: dict[str, Any
     assert results(task, 0) == ended
 
 
+def test_finalize_while_layers_arrive_waits_for_them(ends: Ends, way: dict[str, Any]) -> None:
+    transfer = Transfer(ends, way, 1, 6400, 20)
+
+    class Model(Steps):
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+            time.sleep(0.005)
+            return super().synchronize_layer(layer_index, timeout_in_millis)
+
+    task = transfer.start(Model())
+    transfer.local.finalize()
+    assert results(task) == [OK]
+    transfer.arrived()
+
+
 @pytest.mark.parametrize(
     ("program", "status", "printed"),
     [
