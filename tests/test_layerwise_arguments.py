@@ -233,12 +233,6 @@ def test_a_range_that_was_not_given_is_set_to_all_layers(bench: Bench) -> None:
     assert single.src_layer_range == range(8)
 
 
-def test_a_range_that_was_not_given_with_a_key(one_sided: Bench) -> None:
-    config = keyed(None)
-    one_sided.ends(UNLINKED, transfer_configs=[config])
-    assert config.src_layer_range == range(4)
-
-
 def test_what_passes_every_check(bench: Bench) -> None:
     src, dst, size = "src_block_indices", "dst_block_indices", "dst_block_memory_size"
     for none, nothing in itertools.product((None, [], ()), (None, 0)):

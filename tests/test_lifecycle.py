@@ -149,11 +149,6 @@ def test_init_refuses_and_can_be_tried_again(given: Any, expected: Expected) -> 
         dist.finalize()
 
 
-@pytest.mark.parametrize("text", ["", "x", "[]", '{"connect_pool.thread_num": 0}'])
-def test_global_resource_config_is_not_read_without_the_backend_hixl(start: Any, text: str) -> None:
-    assert start(options(llm__GlobalResourceConfig=text))._is_initialized
-
-
 def test_a_missing_role_is_noticed_by_init() -> None:
     dist = LLMDataDist(None, 1)
     with raising(LE):
@@ -263,7 +258,7 @@ def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:
 
         before = sockets()
         dist, batch = engine(EnableRemoteCacheAccessible="1", listenIpInfo="127.0.0.1:0")
-        manager = dist.cache_manager
+        manager, dist_engine = dist.cache_manager, dist.engine
         blocks = manager.allocate_blocks_cache(DESC)
         user = bytearray(400)
         address = ctypes.addressof(ctypes.c_char.from_buffer(user))
@@ -301,6 +296,8 @@ def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:
                 (dist.switch_role, LLMRole.DECODER),
                 (lambda: dist.listen_ip_info,),
                 (dist.stats,),
+                (lambda: dist.engine,),
+                (lambda: blocks.native,),
             ):
                 try:
                     call(*arguments)
@@ -308,9 +305,11 @@ def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:
                     assert error.status_code is LLMStatusCode.LLM_FAILED and "forked" in str(error), (call, error)
                 else:
                     sys.exit(f"{call} was accepted in the child")
+            assert dist_engine.closed
             dist.finalize()
             os._exit(0)
         ended(child)
+        assert dist_engine.events() == []
         import socket
         host, _, port = dist.listen_ip_info.rpartition(":")
         socket.create_connection((host, int(port)), timeout=5).close()

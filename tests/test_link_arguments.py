@@ -17,7 +17,7 @@ from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMSta
 from llm_datadist.native import InvalidArgument
 from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, raising, run_engine
 from mistakes import Row, check, coded, fails, info
-from peers import free_ports, refusing_port
+from peers import free_ports, one_server, refusing_port
 
 SUCCESS, INVALID = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_PARAM_INVALID
 LINK_FAILED, NOT_LINKED = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK
@@ -76,17 +76,13 @@ def test_link_arguments(begin: Callable[..., LLMDataDist]) -> None:
         fails(lambda name=name: link(name, {1: 0, 2: UINT32_MAX}, "no json"), LE, "rank_table")
 
 
-TABLE = """{"version": "1.0", "server_count": "1", "status": "completed", "server_list": [{"server_id": "127.0.0.1",
- "device": [{"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}]}]}"""
-
-
 def test_a_communicator_without_its_peer_is_preparing_and_can_be_left(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin(llm__RankPort=str(free_ports()))
     manager = dist.cache_manager
     assert manager._is_call_linked is False
-    first = dist.link("first", {1: 0, 2: 1}, TABLE)
+    first = dist.link("first", {1: 0, 2: 1}, one_server())
     assert manager._is_call_linked is True
-    second = dist.link(comm_name="second", cluster_rank_info={1: 0, 2: 1}, rank_table=TABLE)
+    second = dist.link(comm_name="second", cluster_rank_info={1: 0, 2: 1}, rank_table=one_server())
     assert second == first + 1 > 1
     assert not {first, second} & {int(code) for code in LLMStatusCode}
     assert dist.query_register_mem_status(comm_id=first) is RegisterMemStatus.PREPARING
@@ -307,7 +303,7 @@ def test_a_signal_handler_may_use_the_engine_while_a_call_waits() -> None:
         print(*seen)
         dist.finalize()
         """,
-        TABLE=TABLE,
+        TABLE=one_server(),
         LLM_DATADIST_RANK_PORT=str(free_ports()),
     )
     assert out == "0 LLM_NOT_YET_LINK LLM_NOT_YET_LINK"

@@ -28,7 +28,7 @@ from llm_datadist import (
 )
 from llm_datadist.option_table import KNOWN_KEYS, rows
 from llm_datadist.original.spelling import OWN_KEYWORDS, nearest, report_unknown_pool_keys
-from memory import desc, run_fresh, stats
+from memory import desc, stats
 from peers import kv_options
 
 
@@ -166,13 +166,6 @@ def test_attribute_that_looks_like_an_option_of_this_package_raises(name: str, h
     with pytest.raises(AttributeError, match=f"LLMConfig has no attribute '{name}'; {re.escape(hint)}"):
         setattr(config, name, "full")
     assert not hasattr(config, name)
-
-
-def test_default_level_shows_an_ignored_name() -> None:
-    """In a program that configures no logging, the line is on standard output."""
-    out = run_fresh("from llm_datadist import LLMConfig; LLMConfig().listen_ip = '127.0.0.1:0'")
-    assert "[ERROR]" in out
-    assert "did you mean 'listen_ip_info'?" in out
 
 
 def test_unknown_keyword_argument_of_a_pull_is_named_once(manager: Any, caplog: pytest.LogCaptureFixture) -> None:

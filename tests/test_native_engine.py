@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -209,32 +208,6 @@ def test_closing_the_engine_closes_both(start: Callable[..., LLMDataDist]) -> No
     dist.finalize()
     dist.init(options())
     dist.cache_manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
-
-
-def test_dropping_the_native_objects_changes_nothing(dist: LLMDataDist) -> None:
-    cache = dist.cache_manager.allocate_blocks_cache(desc())
-    assert dist.engine.events() == []
-    _ = cache.native
-    dist.cache_manager.copy_blocks(cache, {0: [1]})
-    assert not dist.engine.closed
-
-
-def test_forked_child(dist: LLMDataDist) -> None:
-    engine = dist.engine
-    cache = dist.cache_manager.allocate_blocks_cache(desc())
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            for call in (lambda: dist.engine, lambda: cache.native):
-                fails(call, FAILED)
-            with pytest.raises(Closed):
-                engine.events()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
-    assert engine.events() == []
 
 
 def test_message_before_the_first_use(ends: Ends) -> None:

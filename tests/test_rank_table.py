@@ -27,6 +27,7 @@ from peers import (
     equal,
     eventually,
     free_ports,
+    one_server,
     options,
     outcome,
     pattern,
@@ -51,18 +52,7 @@ def opened(ends: Ends, port: int, **extra: Any) -> tuple[Peer, Any]:
     return ends.peer(given(port, **extra)), ends.local(given(port, **extra))
 
 
-def device(number: int, rank: int, **extra: str) -> dict[str, str]:
-    """A device as clients write it. Its address is not in use."""
-    return {"device_id": str(number), "device_ip": f"10.231.99.{number + 1}", "rank_id": str(rank), **extra}
-
-
-def table(*devices: dict[str, str], server: str = "127.0.0.1", version: str = "1.2", **extra: Any) -> str:
-    """The table of devices of one server."""
-    servers = [{"server_id": server, "device": list(devices)}]
-    return json.dumps({"version": version, "server_count": "1", "status": "completed", "server_list": servers, **extra})
-
-
-PLAIN = table(device(0, 0), device(1, 1))
+PLAIN = one_server()
 RANKS = {1: 0, 2: 1}
 either_rank = pytest.mark.parametrize("ranks", [RANKS, {2: 0, 1: 1}])
 
@@ -103,7 +93,7 @@ def test_either_side_comes_seconds_later(ends: Ends, port: int, local_first: boo
 def test_three_clusters_in_one_communicator(ends: Ends, port: int) -> None:
     peers = [ends.peer(given(port), cluster=cluster) for cluster in (2, 3)]
     local = ends.local(given(port))
-    ranks, text = {1: 0, 2: 1, 3: 2}, table(device(0, 0), device(1, 1), device(2, 2))
+    ranks, text = {1: 0, 2: 1, 3: 2}, one_server(members=3)
     comms = [(end, end.link("three", ranks, text)) for end in (peers[1], local, peers[0])]
     assert [end.final_state(comm) for end, comm in comms] == ["OK"] * 3
     peers[1].allocate("f", 1, 64, 2, keys=[by_request(3, 1)], seed=1)
@@ -161,35 +151,20 @@ def test_a_restarted_decoder_links_again_and_the_prefill_process_need_not(
         moves(local, remote, 30 + round_)
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------
+# -- addresses -------------------------------------------------------------------------------------------------------
 
 
-SUPER_PODS = {"super_pod_list": [{"super_pod_id": "0", "server_list": [{"server_id": "192.0.2.77"}]}]}
-SHAPES = {
-    "vllm-ascend": table(
-        device(0, 0, super_device_id="1"), device(1, 1, super_device_id="1"), server="192.0.2.77", **SUPER_PODS
-    ),
-    "MindIE, local device first": table(device(1, 1), device(0, 0), server="1", version="1.0"),
-    "Mooncake": table(device(4, 0, device_ip=""), device(5, 1, device_ip=""), version="1.0"),
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_tables_of_clients(ends: Ends, port: int, shape: str, transport: str) -> None:
-    remote, local = opened(ends, port, llm__LinkTransport=transport)
-    text = SHAPES[shape]
-    if transport == "tcp":
-        text = text.replace("192.0.2.77", "127.0.0.1")  # no address of this host
-    both(local, remote, text)
+def test_members_of_one_host_need_no_address_of_it(ends: Ends, port: int) -> None:
+    remote, local = opened(ends, port)
+    both(local, remote, one_server("192.0.2.77"))
     moves(local, remote)
-    assert local.links()[0]["transport"] == ("shm" if transport == "auto" else "tcp")
+    assert local.links()[0]["transport"] == "shm"
 
 
 def test_rank_hosts_outrank_the_table(ends: Ends, port: int) -> None:
     hosts = json.dumps({str(cluster): f"127.0.0.1:{free_ports(1)}" for cluster in RANKS})
     remote, local = opened(ends, port, llm__LinkTransport="tcp", llm__RankHosts=hosts)
-    both(local, remote, table(device(0, 0), device(1, 1), server="203.0.113.1"))
+    both(local, remote, one_server("203.0.113.1"))
     moves(local, remote)
 
 

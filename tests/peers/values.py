@@ -78,9 +78,9 @@ def cache_key(key: Sequence[Any]) -> Any:
     return {"request": CacheKey, "slot": CacheKeyByIdAndIndex, "blocks": BlocksCacheKey}[kind](*fields)
 
 
-def one_server(ip: str = "127.0.0.1") -> str:
-    """A rank table with ranks 0 and 1 on one server."""
-    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(2)]
+def one_server(ip: str = "127.0.0.1", members: int = 2) -> str:
+    """A rank table whose members, with ranks from 0 on, are on one server."""
+    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(members)]
     return json.dumps({"server_count": "1", "server_list": [{"server_id": ip, "device": devices}]})
 
 
