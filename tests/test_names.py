@@ -116,6 +116,8 @@ def test_unknown_attributes(module: str) -> None:
         _ = loaded.no_such_name
 
 
+RANGES = "src_layer_range=None, dst_layer_range=None"
+LAYERS = f"{RANGES}, tensor_num_per_layer=2"
 # the same for both managers, except the names of swap_blocks
 SIGNATURES = {
     "allocate_cache": "cache_desc, cache_keys=()",
@@ -131,22 +133,17 @@ OF_CLASS: dict[str, dict[str, str]] = {
     "CacheManager": {
         **SIGNATURES,
         "deallocate_blocks_cache": "cache",
-        "pull_cache": "cache_key, cache, batch_index=0, size=-1, src_layer_range=None, dst_layer_range=None, "
-        "tensor_num_per_layer=2, **kwargs",
-        "pull_blocks": "src_cache_key, dst_cache, src_blocks=(), dst_blocks=(), src_layer_range=None, "
-        "dst_layer_range=None, tensor_num_per_layer=2, **kwargs",
-        "push_cache": "dst_cache_key, src_cache, src_batch_index=0, src_layer_range=None, dst_layer_range=None, "
-        "size=-1, tensor_num_per_layer=2",
-        "push_blocks": "dst_cache_key, src_cache, src_blocks=(), dst_blocks=(), src_layer_range=None, "
-        "dst_layer_range=None, tensor_num_per_layer=2",
+        "pull_cache": f"cache_key, cache, batch_index=0, size=-1, {LAYERS}, **kwargs",
+        "pull_blocks": f"src_cache_key, dst_cache, src_blocks=(), dst_blocks=(), {LAYERS}, **kwargs",
+        "push_cache": f"dst_cache_key, src_cache, src_batch_index=0, {RANGES}, size=-1, tensor_num_per_layer=2",
+        "push_blocks": f"dst_cache_key, src_cache, src_blocks=(), dst_blocks=(), {LAYERS}",
         "swap_blocks": "src_cache, dst_cache, src_to_dst",
     },
     "KvCacheManager": {
         **SIGNATURES,
-        "pull_cache": "cache_key, kv_cache, batch_index=0, size=-1, src_layer_range=None, dst_layer_range=None, "
-        "tensor_num_per_layer=2, src_cache_offset=None, dst_cache_offset=None, **kwargs",
-        "pull_blocks": "prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, src_layer_range=None, "
-        "dst_layer_range=None, tensor_num_per_layer=2, **kwargs",
+        "pull_cache": f"cache_key, kv_cache, batch_index=0, size=-1, {LAYERS}, src_cache_offset=None, "
+        "dst_cache_offset=None, **kwargs",
+        "pull_blocks": f"prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, {LAYERS}, **kwargs",
         "swap_blocks": "src, dst, src_to_dst",
         "get_cache_tensors": "cache, tensor_index=0",
         "is_initialized": "",

@@ -20,7 +20,6 @@ from peers import OK, Ends, Peer, by_blocks, code, linked, options
 pytestmark = needs("RLIMIT_AS", limits_address_space)
 
 SHORT = "LLM_OUT_OF_MEMORY"
-MIB = 1 << 20
 # Room beyond what the process has before the call. The last is more than any of the calls takes.
 ROOMS = [*range(1, 40, 4), *range(40, 160, 20), 300, 1500]
 

@@ -35,7 +35,6 @@ PAGE_SHIFT = 10
 DEVICE_PAGES, HOST_PAGES = 56, 40
 IDLE = oracle.IDLE
 Draw = Callable[[Any], Any]
-Pairs = list[tuple[int, int]]
 
 PLACEMENTS = st.sampled_from([Placement.DEVICE, Placement.DEVICE, Placement.HOST])
 # tensors, rows, bytes of one row; few values, so that two caches often match
