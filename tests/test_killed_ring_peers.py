@@ -7,32 +7,20 @@ Not for: peers that break the protocol of rings (`test_hostile_rings.py`), proce
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hostile.client import GENERATIONS, Offer
 from hostile.messages import ping
-from hostile.mortal import CALLERS, OWNERS, WIDE_BYTES, WIDE_ROWS
+from hostile.mortal import CALLERS, OWNERS, WIDE_BYTES, WIDE_ROWS, Mortal
 from hostile.trial import ROW_BYTES, ROWS, TOKEN, Trial
-from native.stores import line, process
 from peers import LIMIT, OK, UNLINKED, by_blocks, equal, eventually, pattern
 
-if TYPE_CHECKING:
-    import subprocess
-    from contextlib import AbstractContextManager
-
+TESTS = Path(__file__).parent
 MAX_RINGS = 4  # call streams of a link, in one direction
 # So long that no limit ends a wait before the end of the stream does.
 PATIENT = {"llm__LinkSilence": 600_000, "llm__SyncKvCacheWaitTime": 600_000}
-
-
-def mortal(role: str, **given: Any) -> AbstractContextManager[subprocess.Popen[str]]:
-    """Run a process that plays a role until the test kills it."""
-    head = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from hostile.mortal import play"
-    return process(sys.executable, "-c", f"{head}; play({role!r}, **{given!r})")
 
 
 def next_link_works(trial: Trial) -> None:
@@ -63,8 +51,8 @@ def test_killed_caller_ends_its_streams_only(role: str) -> None:
         eventually(only_the_good_stream, what="the stream of the first process")
         given = {"cluster": 66, "token": TOKEN, "instance": link.peer.instance, "link": link.number}
         for _ in range(MAX_RINGS):  # the last one gets rings only if those of the first were released
-            with mortal(role, name=trial.local_name, **given) as caller:
-                assert line(caller) == "ready\n"
+            with Mortal(TESTS, role, name=trial.local_name, **given) as caller:
+                assert caller.line() == "ready"
                 caller.kill()
             eventually(only_the_good_stream, what="the end of the stream of the process that was killed")
             assert good.ask(ping())["is"] == "Done"
@@ -86,10 +74,10 @@ def test_call_to_killed_owner_fails(role: str) -> None:
         if role != "unread request":
             rows = rows[:1]
         for _ in range(2):
-            with mortal(role, cluster=77, token=TOKEN) as owner:
-                assert trial.victim.link_clusters([(77, line(owner).strip())])[0] == OK
+            with Mortal(TESTS, role, cluster=77, token=TOKEN) as owner:
+                assert trial.victim.link_clusters([(77, owner.line())])[0] == OK
                 pull = trial.victim.begin("timed", "pull_blocks", by_blocks(77), "wide", rows, range(len(rows)))
-                assert line(owner) == "ready\n"
+                assert owner.line() == "ready"
                 owner.kill()
                 code, _, text = pull.result(LIMIT)
             assert code == UNLINKED, text
