@@ -13,7 +13,7 @@ from typing import Any, Callable
 import pytest
 
 from conftest import options
-from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode, RegisterMemStatus
+from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode, RegisterMemStatus
 from llm_datadist.native import InvalidArgument
 from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, raising, run_engine
 from mistakes import Row, check, coded, fails, info
@@ -162,15 +162,20 @@ def test_without_the_cache_manager_only_the_decoder_links(begin: Callable[..., L
     assert dist.unlink_clusters([info(), info(3)]) == (SUCCESS, [NOT_LINKED] * 2)
 
 
-def test_check_link_status(begin: Callable[..., LLMDataDist]) -> None:
+@pytest.mark.parametrize("name", ["check_link_status", "unlink", "query_register_mem_status"])
+def test_numbers_of_clusters_and_communicators(begin: Callable[..., LLMDataDist], name: str) -> None:
+    dist = begin(LLMRole.DECODER, V1 if name == "check_link_status" else None)
+    rows = [*[(bad, TE) for bad in (None, "1", 1.0, True)], (-1, VE), (UINT64_MAX + 1, VE)]
+    for bad, expected in [*rows, *[(unknown, UNKNOWN) for unknown in (0, 1, 2, UINT64_MAX)]]:
+        fails(lambda bad=bad: getattr(dist, name)(bad), expected)
+
+
+def test_check_link_status_is_for_decoders_without_the_cache_manager(begin: Callable[..., LLMDataDist]) -> None:
     for settings in (None, V1):
         dist = begin(LLMRole.PROMPT, settings)
         fails(lambda dist=dist: dist.check_link_status(1), LE)
         dist.finalize()
-    decoder = begin(LLMRole.DECODER, V1)
-    rows = [*[(bad, TE) for bad in (None, "1", 1.0, True)], (-1, VE), (UINT64_MAX + 1, VE), (2, UNKNOWN)]
-    for bad, expected in rows:
-        fails(lambda bad=bad: decoder.check_link_status(remote_cluster_id=bad), expected)
+    fails(lambda: begin(LLMRole.DECODER, V1).check_link_status(remote_cluster_id=2), UNKNOWN)
 
 
 def listening(port: int = 0) -> dict[str, str]:
@@ -331,28 +336,27 @@ def test_address_to_dial_says_what_is_wrong_with_it(begin: Callable[..., LLMData
 
 
 FORM = "ip:port or [ipv6]:port, such as 127.0.0.1:26000 or [::1]:26000"
+ONE_DEVICE = "must be one device number: an engine has one device, so set device_id to one number"
+BACKENDS = "must be hixl or auto or sockets or ucx"
 
 
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        *[("listenIpInfo", address, FORM) for address in ("::1:26000", "[::1]")],
+        *[("llm__listenIpInfo", wrong, FORM) for wrong in ("::1:26000", "[::1]")],
         *[
-            ("listenIpInfo", address, f'llm.listenIpInfo="{address}" must be an IP address{WRONG_ADDRESSES[address]}')
-            for address in ("[fe80::1%eth0]:26000", "localhost:26000")
+            ("llm__listenIpInfo", wrong, f'llm.listenIpInfo="{wrong}" must be an IP address{WRONG_ADDRESSES[wrong]}')
+            for wrong in ("[fe80::1%eth0]:26000", "localhost:26000")
         ],
-        (
-            "TransferBackend",
-            "rdma",
-            'needs llm.listenIpInfo; besides, llm.TransferBackend="rdma" must be hixl or auto or sockets or ucx',
-        ),
-        ("TransferBackend", "sockets", "needs llm.listenIpInfo"),
+        ("llm__TransferBackend", "rdma", f'needs llm.listenIpInfo; besides, llm.TransferBackend="rdma" {BACKENDS}'),
+        ("llm__TransferBackend", "sockets", "needs llm.listenIpInfo"),
+        ("ge__exec__deviceId", "0;1", f'ge.exec.deviceId="0;1" {ONE_DEVICE}'),
     ],
 )
 def test_init_says_what_is_wrong_with_an_option(
     start: Callable[..., LLMDataDist], key: str, value: str, text: str
 ) -> None:
-    fails(lambda: start(options(**{f"llm__{key}": value})), LE, text)
+    fails(lambda: start(options(**{key: value})), LE, text)
 
 
 def test_port_0_of_a_peer_is_an_argument_error(
@@ -378,14 +382,3 @@ def test_port_0_of_a_peer_is_an_argument_error(
 def test_ip_of_a_cluster_says_what_is_wrong_with_it(ip: str, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         LLMClusterInfo().append_remote_ip_info(ip, 26000)
-
-
-def test_several_devices_are_refused_with_the_reason(start: Callable[..., LLMDataDist]) -> None:
-    config = LLMConfig()
-    config.enable_cache_manager = True
-    config.device_id = [0, 1]
-    fails(
-        lambda: start(config.generate_options()),
-        LE,
-        'ge.exec.deviceId="0;1" must be one device number: an engine has one device, so set device_id to one number',
-    )

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from memory import TE, VE, raising
 from peers import (
     INVALID,
     OK,
@@ -177,16 +176,6 @@ def test_ports_of_other_services_are_passed_over(ends: Ends, port: int, words: b
 
 
 # -- arguments and modes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["unlink", "query_register_mem_status"])
-def test_arguments_of_a_comm_id(ends: Ends, call: str) -> None:
-    local = ends.local()
-    for wrong, expected in ((None, TE), ("1", TE), (1.0, TE), (True, TE), (-1, VE), (2**64, VE)):
-        with raising(expected):
-            getattr(local.dist, call)(wrong)
-    for unknown in (0, 1, 2**64 - 1):
-        assert code(getattr(local.dist, call), unknown) == UNLINKED
 
 
 def test_registering_after_link(ends: Ends, port: int) -> None:

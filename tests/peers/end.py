@@ -28,7 +28,6 @@ from llm_datadist import (
 )
 
 from .process import Process, _over
-from .rows import RowsWithGaps
 from .sockets import split
 from .values import GRACE, LIMIT, OK, by_blocks, cache_key, equal, outcome, pattern, together
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from .values import Key
 
 _Event = TypeVar("_Event")
+POISON = 0xA5  # in gaps between rows
 
 
 @dataclass
@@ -90,7 +90,7 @@ def _desc(rows: int, row_bytes: int, tensors: int, host: bool) -> CacheDesc:
     return CacheDesc(tensors, [rows, row_bytes], DataType.DT_UINT8, Placement.HOST if host else Placement.DEVICE)
 
 
-class End(RowsWithGaps, Process):
+class End(Process):
     """One engine and its caches by name, in the process that has this object.
 
     Methods without a docstring make the engine call of the same name. In transfers, `src_layers` and `dst_layers` are
@@ -103,6 +103,7 @@ class End(RowsWithGaps, Process):
         self.held: dict[str, Held] = {}
         self.granted: dict[bytes, Any] = {}
         self.opened: list[llm_datadist.native.Engine] = []
+        self.poisoned: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # memory with gaps, and which bytes are in a row
 
     @property
     def manager(self) -> Any:
@@ -209,6 +210,28 @@ class End(RowsWithGaps, Process):
         """Allocate a cache that peers find by its name."""
         made = self.engine.allocate(name, blocks=rows, tensors=tensors, shape=(row_bytes,), dtype="uint8")
         self._hold(name, made, [tensor.numpy() for tensor in made.tensors], seed)
+
+    def native_register(
+        self, name: str, rows: int, row_bytes: int, stride: int, tensors: int, *, seed: int
+    ) -> list[int]:
+        """Register tensors whose rows alternate in one range of memory, with poison before, between and after them.
+
+        Return the address of each tensor.
+        """
+        memory, in_row = np.full(128 + rows * stride, POISON, np.uint8), np.zeros(128 + rows * stride, bool)
+        firsts = range(64, 64 + tensors * row_bytes, row_bytes)
+        arrays = [np.lib.stride_tricks.as_strided(memory[at:], (rows, row_bytes), (stride, 1)) for at in firsts]
+        for at in firsts:
+            np.lib.stride_tricks.as_strided(in_row[at:], (rows, row_bytes), (stride, 1))[:] = True
+        self.poisoned[name] = memory, in_row
+        self._hold(name, self.engine.register(name, arrays), arrays, seed)
+        return [int(array.ctypes.data) for array in arrays]
+
+    def check_gaps(self, name: str) -> None:
+        """Raise if a byte of a gap has changed."""
+        memory, in_row = self.poisoned[name]
+        wrong = np.flatnonzero((memory != POISON) & ~in_row)
+        assert not len(wrong), f"{name}: bytes {wrong[:8]} of {len(memory)} changed"
 
     def links(self) -> list[Any]:
         return self.dist.stats()["links"]
