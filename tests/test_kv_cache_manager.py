@@ -78,9 +78,8 @@ def test_the_property_follows_the_mode(begin: Callable[..., LLMDataDist]) -> Non
 
 def test_the_constructor_takes_an_engine_and_a_role(begin: Callable[..., LLMDataDist]) -> None:
     native = begin()._llm_datadist
-    for engine, role in ((native, None), (native, 1), (native, "PROMPT"), (object(), LLMRole.PROMPT)):
-        with raising(TE):
-            KvCacheManager(engine, role)  # type: ignore[arg-type]
+    for given in ((native, None), (native, 1), (native, "PROMPT"), (object(), LLMRole.PROMPT)):
+        fails(lambda given=given: KvCacheManager(*given), TE)  # type: ignore[misc]
     assert KvCacheManager(native, LLMRole.MIX).is_initialized()
 
 
@@ -185,8 +184,7 @@ def test_keys_and_codes(prompt: KvCacheManager) -> None:
     prompt.remove_cache_key(CacheKey(0, 9, prefix_id=4))
     assert table(prompt)[:2] == (1, 1)
     for wrong, expected in [(BlocksCacheKey(0), TE), (1, TE), (None, AE)]:
-        with raising(expected):
-            prompt.remove_cache_key(wrong)  # type: ignore[arg-type]
+        fails(lambda wrong=wrong: prompt.remove_cache_key(wrong), expected)  # type: ignore[misc]
 
 
 def test_deallocate_serves_both_kinds_and_what_is_missing(prompt: KvCacheManager) -> None:
@@ -198,8 +196,7 @@ def test_deallocate_serves_both_kinds_and_what_is_missing(prompt: KvCacheManager
         assert str(cache).endswith("num_devices = 0)")
     assert table(prompt) == (0, 0, 0)
     for wrong, expected in [(1, TE), (None, AE), (Cache(1, desc(), [1, 2], None, False, False), TE), (cpu()[0], LE)]:
-        with raising(expected):
-            prompt.deallocate_cache(wrong)  # type: ignore[arg-type]
+        fails(lambda wrong=wrong: prompt.deallocate_cache(wrong), expected)  # type: ignore[misc]
 
 
 def test_copies(prompt: KvCacheManager) -> None:
@@ -234,8 +231,7 @@ def test_get_cache_tensors(prompt: KvCacheManager) -> None:
         assert held.tolist() == [index + 0.5] * 10
     wrong = [((1, "x"), TE), ((cache, "x"), TE), ((cache, 2**31), VE), ((cache, -1), LE), ((cache, 3), LE)]
     for args, expected in [*wrong, ((None, 0), AE)]:
-        with raising(expected):
-            prompt.get_cache_tensors(*args)  # type: ignore[arg-type]
+        fails(lambda args=args: prompt.get_cache_tensors(*args), expected)  # type: ignore[misc]
     (first,) = prompt.get_cache_tensors(cache)
     prompt.deallocate_cache(cache)
     fails(lambda: prompt.get_cache_tensors(cache), GONE)

@@ -28,11 +28,9 @@ OTHER = "another token of some length."
 def test_both_sides_prove_the_token(
     ends: Ends, transport: str, theirs: str | None, ours: str | None, expected: str
 ) -> None:
-    def given(token: str | None) -> dict[str, str]:
-        extra = {} if token is None else {"llm__LinkToken": token}
-        return options(llm__LinkTransport=transport, **extra)
-
-    remote, local = ends.peer(given(theirs)), ends.local(given(ours))
+    way = {"llm__LinkTransport": transport}
+    tokens = [{} if token is None else {"llm__LinkToken": token} for token in (theirs, ours)]
+    remote, local = ends.peer(options(**way, **tokens[0])), ends.local(options(**way, **tokens[1]))
     assert local.link_clusters([remote.at]) == (expected, [expected])
     if expected == OK:
         check_pull(local, remote)

@@ -14,8 +14,8 @@ import pytest
 from llm_datadist import CacheKey, LLMDataDist, LLMException, LLMStatusCode
 from llm_datadist.original.logged_calls import logged
 from llm_datadist.utils import log
-from memory import desc, run_fresh
-from mistakes import info
+from memory import TE, desc, run_fresh
+from mistakes import fails, info
 from peers import together
 
 LINE = re.compile(
@@ -128,8 +128,7 @@ def test_a_semantic_refusal_is_logged_as_an_error_with_its_text_and_a_wrong_type
 ) -> None:
     cache = manager.allocate_cache(desc())
     for bad in (5, "x"):
-        with pytest.raises(TypeError):
-            manager.allocate_cache(bad)
+        fails(lambda bad=bad: manager.allocate_cache(bad), TE)
     assert caplog.records == []
     with pytest.raises(LLMException) as caught:
         manager.copy_cache(cache, cache, 0, 0, 0, 0)
