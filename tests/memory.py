@@ -208,7 +208,7 @@ def run_fresh(code: str, **environment: str) -> str:
 ENGINE = """
 import ctypes, os, signal, sys, warnings
 from llm_datadist import *
-warnings.simplefilter("ignore", DeprecationWarning)  # of `fork` in a process with threads
+warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # in a process with threads
 OPTIONS = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'}
 DESC = CacheDesc(1, [4, 100], DataType.DT_INT8)
 def engine(**more):
@@ -223,6 +223,5 @@ def ended(child):
 
 
 def run_engine(code: str, **environment: str) -> str:
-    """Run a program with the names of `ENGINE` in a new process. Return its output without lines of the log."""
-    out = run_fresh(ENGINE + textwrap.dedent(code), **environment)
-    return "\n".join(line for line in out.splitlines() if not line.startswith("[ERROR]"))
+    """Run a program with the names of `ENGINE` in a new process. Return its output, with lines of the log."""
+    return run_fresh(ENGINE + textwrap.dedent(code), **environment).strip()
