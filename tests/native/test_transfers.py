@@ -524,6 +524,27 @@ def test_layers_to_several_destinations(pair: Pair) -> None:
     assert len(of(Completed, pair.local.events())) == 0
 
 
+def test_layers_in_both_directions(pair: Pair) -> None:
+    """Each push reads the blocks that the other one writes. Both end, free the blocks, and mix the bytes of none."""
+    caches = pair.caches()
+    models, blocks = [Model(cache) for cache in caches], list(range(BLOCKS))
+    pushes = [
+        pair.local.push(pair.peer["kv"][blocks], caches[0][blocks], layerwise=True, timeout=0.7),
+        pair.remote.push(pair.back["kv"][blocks], caches[1][blocks], layerwise=True, timeout=0.7),
+    ]
+    for layer in range(TENSORS):
+        for push in pushes:
+            push.ready(layer)
+    for push in pushes:
+        accepted(lambda push=push: push, Timeout)  # type: ignore[misc]
+    for cache in caches:
+        for tensor, got in enumerate(blocks_of(cache, blocks)):
+            for block, row in zip(blocks, got):
+                assert row in [bytes(model.tensors[tensor][block * ROW :][:ROW]) for model in models]
+    pair.local.push(pair.peer["kv"][blocks], caches[0][blocks]).result(LIMIT)
+    assert blocks_of(caches[1], blocks) == blocks_of(caches[0], blocks)
+
+
 def test_only_some_layers(pair: Pair) -> None:
     """Layers outside the range of the rows are reported as well, and move nothing."""
     mine, theirs = pair.caches()
