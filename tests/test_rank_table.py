@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from peers import (
     INVALID,
+    LIMIT,
     OK,
     THOROUGH,
     UNLINKED,
     Ends,
     Peer,
     Stranger,
+    by_blocks,
     by_request,
     by_slot,
     code,
@@ -87,6 +90,22 @@ def test_either_side_comes_seconds_later(ends: Ends, port: int, local_first: boo
     assert first.final_state(comm) == second.final_state(other) == "OK"
     assert [first.status(comm) for _ in range(3)] == ["OK"] * 3
     moves(local, remote)
+
+
+@either_rank
+def test_pulls_wait_for_their_link_and_do_not_disturb_it(ends: Ends, port: int, ranks: dict[int, int]) -> None:
+    remote, local = opened(ends, port, llm__SyncKvCacheWaitTime=8000)
+    remote.allocate("f", 1, 64, 2, blocks=True, keys=[by_blocks(2)], seed=1)
+    local.allocate("n", 1, 64, 2, blocks=True)
+    with ThreadPoolExecutor() as pool:
+        for number in range(3):
+            comm = local.link(f"pair {number}", ranks, PLAIN)
+            pulls = [pool.submit(code, local.pull_blocks, by_blocks(2), "n", [0], [0]) for _ in range(4)]
+            other = remote.link(f"pair {number}", ranks, PLAIN)
+            assert [pull.result(LIMIT) for pull in pulls] == [OK] * 4
+            assert [link["transport"] for link in local.links()] == ["shm"]
+            local.unlink(comm)
+            remote.unlink(other)
 
 
 def test_three_clusters_in_one_communicator(ends: Ends, port: int) -> None:
