@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from peers import GONE, INVALID, OK, UNLINKED, End, Peer, by_blocks, by_slot, code, equal, pattern
+from peers import GONE, INVALID, OK, UNLINKED, End, Peer, by_blocks, by_request, by_slot, code, equal, pattern
 from peers.values import cache_key
 
 if TYPE_CHECKING:
@@ -95,3 +95,17 @@ def test_what_is_refused_moves_nothing(one_sided: tuple[End, Peer]) -> None:
         assert equal(remote.read(name), pattern(1, 4, rows, row)), name
     for name, row in (("fb", 64), ("other", 65), ("closed blocks", 64)):
         assert equal(remote.read(name), pattern(1, 4, 4, row)), name
+
+
+def test_an_id_of_0_or_less_is_the_key_of_request_0(one_sided: tuple[End, Peer]) -> None:
+    local, remote = one_sided
+    local.allocate("n", 1, 64, 2, seed=2)
+    assert code(local.push_cache, by_slot(2, 0), "n") == GONE
+    remote.allocate("f", 1, 64, 2, keys=[by_request(2, 0)], seed=1)
+    for id_, seed in ((0, 2), (-5, 3)):
+        local.fill("n", seed)
+        local.push_cache(by_slot(2, id_), "n")
+        assert equal(remote.read("f"), pattern(seed, 2, 1, 64))
+    remote.fill("f", 4)
+    local.pull_cache(by_slot(2, 0), "n")
+    assert equal(local.read("n"), pattern(4, 2, 1, 64))
