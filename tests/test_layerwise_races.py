@@ -69,6 +69,7 @@ def test_a_synchronizer_that_ends_its_own_transfer(ends: Ends, how: str, code: s
 
 
 def test_arguments_that_are_changed_after_the_call(ends: Ends) -> None:
+    """The source is deallocated too. Its memory stays until the transfer has ended."""
     transfer = Transfer(ends, None, 4, 64, blocks=True)
     steps = Steps(allowed=1)
     config, src, dst = transfer.to.to(range(4)), [0, 1], [2, 3]
@@ -78,6 +79,7 @@ def test_arguments_that_are_changed_after_the_call(ends: Ends) -> None:
     config.src_layer_range, config.dst_addrs, config.dst_cluster_id = range(1), [1, 2], 9
     src[:], dst[:] = [3, 3, 3], []
     configs.clear()
+    transfer.local.deallocate("n")
     steps.allow()
     task.get_results(20_000).clear()
     assert results(task) == [OK]

@@ -90,7 +90,7 @@ def test_an_owner_without_memory_for_a_plan_says_so(ends: Ends, way: str) -> Non
     remote = ends.adopt(Peer(environment={"MALLOC_ARENA_MAX": "1"})).open(settings)
     local = ends.local(settings)
     linked(local, remote)
-    remote.allocate("f", COUNT, 4, 1, blocks=True, keys=[by_blocks(2)])
+    remote.allocate("f", COUNT, 4, 1, blocks=True, keys=[by_blocks(2)], seed=2)
     local.allocate("n", COUNT, 4, 1, blocks=True, seed=1)
     order = np.random.default_rng(3).permutation(COUNT)
     call = local.push_blocks if way == "push" else local.pull_blocks
@@ -105,3 +105,6 @@ def test_an_owner_without_memory_for_a_plan_says_so(ends: Ends, way: str) -> Non
         local.push_blocks(by_blocks(2), "n", [5], [5], n=1)
     assert len(codes) > 1
     assert codes == [SHORT] * (len(codes) - 1) + [OK]
+    ends_of = {"push": (local.read("n"), remote.read("f")), "pull": (remote.read("f"), local.read("n"))}
+    (source,), (target,) = ends_of[way]
+    assert (target[order[::-1]] == source[order]).all()
