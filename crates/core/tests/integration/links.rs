@@ -36,19 +36,23 @@ pub(crate) mod stand_ins;
 mod streams;
 mod verification;
 
+use std::fmt::Debug;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{
-    Cache, CacheKey, Config, DataDist, End, Layers, Name, PeerAddress, PoolConfig, RemoteName, Role, Rows,
-    Token, TransportChoice,
+    Cache, CacheKey, CallExtras, Config, DataDist, End, GroupMember, Layers, Name, Operation, PeerAddress,
+    PoolConfig, RemoteName, Role, Rows, Side, Token, TransportChoice,
 };
 use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::session::Transports;
-use llm_datadist_core::{CacheDesc, CacheKind, ClusterId, Deadline, Placement, Result};
+use llm_datadist_core::{
+    CacheDesc, CacheKind, ClusterId, Deadline, Error, ErrorKind, GrantToken, GrantUse, Placement, Result,
+    Verify,
+};
 
 use llm_datadist_testing::SimDevice;
 
@@ -192,9 +196,24 @@ fn open(config: Config, way: Way) -> DataDist {
     DataDist::open_over(config, way.devices(), way.transports()).unwrap()
 }
 
+/// Opens an engine that listens, with a changed configuration.
+fn open_with(cluster: u64, way: Way, change: impl FnOnce(&mut Config)) -> DataDist {
+    let mut config = config(cluster, way);
+    change(&mut config);
+    open(config, way)
+}
+
 /// An engine whose device copies wait while `gate` is shut.
 fn open_gated(config: Config, way: Way, gate: &Arc<Gated>) -> DataDist {
     DataDist::open_over(config, DeviceSet::with_device(gate.clone()), way.transports()).unwrap()
+}
+
+/// The error of a call, which must be of this kind.
+#[track_caller]
+fn fails_with<T: Debug>(result: Result<T>, kind: ErrorKind) -> Error {
+    let error = result.unwrap_err();
+    assert_eq!(error.kind(), kind, "{error}");
+    error
 }
 
 fn address(of: &DataDist) -> PeerAddress {
@@ -222,14 +241,25 @@ impl Pair {
     }
 
     fn with(way: Way, change: impl Fn(&mut Config)) -> Pair {
-        let made = |cluster| {
-            let mut config = config(cluster, way);
-            change(&mut config);
-            open(config, way)
-        };
-        let pair = Pair { local: made(1), remote: made(2) };
+        let pair = Pair { local: open_with(1, way, &change), remote: open_with(2, way, &change) };
         link(&pair.local, &pair.remote).unwrap();
         pair
+    }
+
+    /// A pool cache of the local engine and one of the remote engine, without keys.
+    fn pools(&self, desc: &CacheDesc, kind: CacheKind) -> [Held; 2] {
+        [&self.local, &self.remote].map(|engine| Held::pool(engine, desc, kind))
+    }
+
+    /// The same in memory that is registered.
+    fn registered(&self, desc: &CacheDesc, kind: CacheKind) -> [Held; 2] {
+        [&self.local, &self.remote].map(|engine| Held::new(engine, true, desc, kind, &[]))
+    }
+
+    /// Takes back a cache of the local engine and one of the remote engine.
+    fn free(&self, local: &Held, remote: &Held) {
+        local.free(&self.local);
+        remote.free(&self.remote);
     }
 }
 
@@ -260,6 +290,48 @@ fn pull_slot(local: &DataDist, from: RemoteName, into: &Held) -> Result<()> {
     local.pull(from, &into.end(), Rows::slot(0, -1), Layers::ALL).run()
 }
 
+/// Blocks of the peer's cache, and as many of the own one.
+fn block_rows(remote: &[i64], local: &[i64]) -> Rows {
+    Rows::Blocks { remote: remote.to_vec(), local: local.to_vec() }
+}
+
+/// A call that asks for a comparison, or for none.
+fn verified(verify: Verify) -> CallExtras {
+    CallExtras { verify: Some(verify), ..CallExtras::default() }
+}
+
+/// A pull under a grant.
+fn under(token: GrantToken) -> CallExtras {
+    CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() }
+}
+
+/// A pull of all layers of `rows` into a cache.
+fn pulling<'a>(
+    local: &'a DataDist,
+    from: RemoteName,
+    into: &Held,
+    rows: Rows,
+    extras: CallExtras,
+) -> Operation<'a> {
+    local.transfer(Side::Destination, from, &into.end(), (rows, Layers::ALL), extras)
+}
+
+/// A push of all layers of `rows` of a cache.
+fn pushing<'a>(
+    local: &'a DataDist,
+    source: &Held,
+    to: RemoteName,
+    rows: Rows,
+    extras: CallExtras,
+) -> Operation<'a> {
+    local.transfer(Side::Source, to, &source.end(), (rows, Layers::ALL), extras)
+}
+
+/// A part of a group: all layers of `rows`, without a grant.
+fn member(remote: RemoteName, local: &Held, rows: Rows) -> GroupMember {
+    GroupMember { remote, local: local.end(), rows, layers: Layers::ALL, grant: None }
+}
+
 /// Pulls blocks, whole.
 fn pull_blocks(
     local: &DataDist,
@@ -268,8 +340,7 @@ fn pull_blocks(
     remote: &[i64],
     blocks: &[i64],
 ) -> Result<()> {
-    let rows = Rows::Blocks { remote: remote.to_vec(), local: blocks.to_vec() };
-    local.pull(from, &into.end(), rows, Layers::ALL).run()
+    pulling(local, from, into, block_rows(remote, blocks), CallExtras::default()).run()
 }
 
 /// Pushes blocks, whole.
@@ -280,8 +351,7 @@ fn push_blocks(
     to: RemoteName,
     remote: &[i64],
 ) -> Result<()> {
-    let rows = Rows::Blocks { local: blocks.to_vec(), remote: remote.to_vec() };
-    local.push(&source.end(), to, rows, Layers::ALL).run()
+    pushing(local, source, to, block_rows(remote, blocks), CallExtras::default()).run()
 }
 
 /// Checks that `local` can pull from `remote`.

@@ -1,6 +1,7 @@
 //! An owner answers for the checksums of the pairs of a plan, and refuses what it must not answer.
 //!
-//! `kv_layouts::wire` tests that both sides calculate the same, `tests/test_hostile_verify.py` grants and load.
+//! `kv_layouts::wire` tests that both sides calculate the same, `tests/test_hostile_verify.py` grants, load, and plans that
+//! lie.
 
 use std::io::Read;
 use std::os::fd::AsFd;
@@ -10,11 +11,11 @@ use llm_datadist_core::testing::checksums::Checksums;
 use llm_datadist_core::testing::net::{Stream, Tcp};
 use llm_datadist_core::testing::plan::{Side, Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    MAX_CHECKSUMS, NamedCache, Reply, Request, WirePlan, WireTemplates, digest,
+    MAX_CHECKSUMS, NamedCache, Reply, Request, WirePlan, WireTemplates, digest, kind_of,
 };
 use llm_datadist_core::{CacheId, CacheKind, ErrorKind};
 
-use super::fake_peer::{Fake, ask, hear};
+use super::fake_peer::{Fake, ask, hear, one_span};
 use super::{Held, Way, config, device, open, row};
 use crate::fixtures::listed;
 
@@ -55,8 +56,7 @@ impl Owner {
     fn refusal(&self, plan: WirePlan, side: Side) -> String {
         match self.ask(self.into.cache.id(), plan, side) {
             Reply::Failed { kind, message, .. } => {
-                let kind = llm_datadist_core::testing::protocol::kind_of(kind);
-                assert_eq!(kind, ErrorKind::InvalidArgument, "{message}");
+                assert_eq!(kind_of(kind), ErrorKind::InvalidArgument, "{message}");
                 message
             }
             reply => panic!("{reply:?}"),
@@ -67,10 +67,6 @@ impl Owner {
 fn request(cache: CacheId, plan: WirePlan, side: Side) -> Request {
     let name = Name::Row { cache, row: 0 };
     Request::Checksums { cache: NamedCache { name, id: cache }, plan, side }
-}
-
-fn single(src: u64, dst: u64, len: u64) -> Span {
-    Span { src, dst, len, count: 1, src_step: 0, dst_step: 0 }
 }
 
 fn template(units: (u64, u64), pairs: &[(u32, u32)], spans: &[Span]) -> Template {
@@ -91,36 +87,18 @@ fn an_owner_hashes_the_pairs_that_a_plan_names() {
     let owner = Owner::new();
     let mut bytes = owner.into.fill(3);
     let spans =
-        [Span { src: 64, dst: 512, len: 16, count: 3, src_step: 100, dst_step: -32 }, single(0, 700, 40)];
+        [Span { src: 64, dst: 512, len: 16, count: 3, src_step: 100, dst_step: -32 }, one_span(0, 700, 40)];
     let asked = || {
         plan(vec![
             template((ROW, 2048), &[(2, 3), (5, 0)], &spans),
-            template((8, 8), &[(1, 100)], &[single(8, 0, 8)]),
+            template((8, 8), &[(1, 100)], &[one_span(8, 0, 8)]),
         ])
     };
     // What each pair reads and writes in a tensor.
-    let read: [Ranges; 3] = [2, 5]
-        .map(|at| {
-            [64, 164, 264].map(|start| (at * ROW + start, 16)).into_iter().chain([(at * ROW, 40)]).collect()
-        })
-        .into_iter()
-        .chain([vec![(16, 8)]])
-        .collect::<Vec<_>>()
-        .try_into()
-        .unwrap();
-    let written: [Ranges; 3] = [3, 0]
-        .map(|at| {
-            [512, 480, 448]
-                .map(|start| (at * 2048 + start, 16))
-                .into_iter()
-                .chain([(at * 2048 + 700, 40)])
-                .collect()
-        })
-        .into_iter()
-        .chain([vec![(800, 8)]])
-        .collect::<Vec<_>>()
-        .try_into()
-        .unwrap();
+    let read_from = |at: u64| vec![(at + 64, 16), (at + 164, 16), (at + 264, 16), (at, 40)];
+    let written_to = |at: u64| vec![(at + 512, 16), (at + 480, 16), (at + 448, 16), (at + 700, 40)];
+    let read = [read_from(2 * ROW), read_from(5 * ROW), vec![(16, 8)]];
+    let written = [written_to(3 * 2048), written_to(0), vec![(800, 8)]];
     let name = row(&owner.into, 0);
     let check =
         |(sums, asked): (Vec<u64>, u64), bytes: &[Vec<u8>], pairs: &[Ranges; 3], tensors: [usize; 2]| {
@@ -149,17 +127,14 @@ fn an_owner_refuses_pairs_that_it_must_not_hash() {
     let owner = Owner::new();
     let tensor = ROWS * ROW;
     let one = |span: Span| plan(vec![template((ROW, ROW), &[(0, 0)], &[span])]);
-    let whole = one(single(0, 0, tensor));
-    assert_eq!(owner.sums(whole.clone(), Side::Source).0.len(), 1);
-    assert_eq!(owner.sums(whole.clone(), Side::Destination).0.len(), 1);
     // Bounds at the end that is asked for; the other end is not here.
-    for (side, span) in [(Side::Source, single(1, 0, tensor)), (Side::Destination, single(0, 1, tensor))] {
+    for (side, span) in [(Side::Source, one_span(1, 0, tensor)), (Side::Destination, one_span(0, 1, tensor))]
+    {
         assert_eq!(owner.sums(one(span), side.other()).0.len(), 1);
         let refused = owner.refusal(one(span), side);
         assert!(refused.contains("exceeds the bounds"), "{refused}");
     }
-    let far = plan(vec![template((ROW, ROW), &[(0, 0), (ROWS as u32, 1)], &[single(0, 0, ROW)])]);
-    assert!(owner.refusal(far, Side::Source).contains("exceeds the bounds"));
+    let whole = one(one_span(0, 0, tensor));
     let tensors = |src, dst| WirePlan {
         src: TensorSteps { first: src, ..whole.src },
         dst: TensorSteps { first: dst, ..whole.dst },
@@ -167,28 +142,20 @@ fn an_owner_refuses_pairs_that_it_must_not_hash() {
     };
     assert!(owner.refusal(tensors(2, 0), Side::Source).contains("2 tensors from tensor 2"));
     assert!(owner.refusal(tensors(0, 3), Side::Destination).contains("2 tensors from tensor 3"));
-    let twice = plan(vec![template((0, ROW), &[(0, 1), (0, 1)], &[single(0, 0, 8)])]);
-    assert!(owner.refusal(twice, Side::Source).contains("twice"));
     // More bytes than a request may ask for, although the cache has few: each pair reads the same row.
-    let same = |count: u32| {
-        let pairs: Vec<_> = (0..count).map(|at| (0, at)).collect();
-        plan(vec![template((0, ROW), &pairs, &[single(0, 0, ROW)])])
-    };
-    let refused = owner.refusal(same(40_000), Side::Source);
-    assert!(refused.contains("too many bytes") && refused.contains("limit=134217728"), "{refused}");
-    let long = Span { count: 40_000, dst_step: ROW.cast_signed(), ..single(0, 0, ROW) };
-    let refused = owner.refusal(one(long), Side::Source);
-    assert!(refused.contains("too many bytes"), "{refused}");
-    let many = |count: usize| {
+    let same = |count: usize, len: u64| {
         let pairs: Vec<_> = (0..count as u32).map(|at| (0, at)).collect();
-        plan(vec![template((0, 1), &pairs, &[single(0, 0, 1)])])
+        plan(vec![template((0, len), &pairs, &[one_span(0, 0, len)])])
     };
-    let refused = owner.refusal(many(MAX_CHECKSUMS + 1), Side::Source);
+    let long = one(Span { count: 40_000, dst_step: ROW.cast_signed(), ..one_span(0, 0, ROW) });
+    for plan in [same(40_000, ROW), long] {
+        let refused = owner.refusal(plan, Side::Source);
+        assert!(refused.contains("too many bytes") && refused.contains("limit=134217728"), "{refused}");
+    }
+    let refused = owner.refusal(same(MAX_CHECKSUMS + 1, 1), Side::Source);
     assert!(refused.contains("too many pairs (pairs=65537, limit=65536"), "{refused}");
-    let sums = owner.sums(many(MAX_CHECKSUMS), Side::Source).0;
+    let sums = owner.sums(same(MAX_CHECKSUMS, 1), Side::Source).0;
     assert!(sums.len() == MAX_CHECKSUMS && sums.iter().all(|sum| *sum == sums[0]));
-    assert_eq!(owner.ask(CacheId(owner.into.cache.id().0 + 1), whole.clone(), Side::Source), Reply::Stale);
-    assert_eq!(owner.sums(whole, Side::Source).0.len(), 1);
 }
 
 /// A read sends the checksum of its bytes in the order of the plan, if it is asked for. Otherwise nothing follows the bytes.

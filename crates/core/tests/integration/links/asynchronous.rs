@@ -1,17 +1,20 @@
-//! Asynchronous pulls and pushes: they move the same bytes as the synchronous ones, end once, and leave nothing behind.
+//! Asynchronous pulls and pushes: when they end, and that they leave nothing behind.
 //!
-//! `async_copies` covers order, limits and the event queue.
+//! `pull_and_push` covers their bytes, `async_copies` order, limits and the event queue, `tests/native/test_transfers.py` many
+//! at once.
 
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{CacheKey, Layers, Name, Rows};
+use llm_datadist_core::bindings::{CacheKey, Layers, Name};
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Event, Placement, Transfer};
+use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement, Transfer};
 
-use super::{Held, LONG, Pair, Way, config, device, each, link, of, open, open_gated, pairs, request, row};
+use super::{
+    Held, LONG, Pair, Way, block_rows, config, device, fails_with, link, of, open, open_gated, pairs, row,
+};
 use crate::fixtures::{Gated, desc, eventually, pin_writes};
 
-use CacheKind::{Batch, Blocks};
+use CacheKind::Blocks;
 
 const KEY: CacheKey = CacheKey::Blocks { model: 7 };
 
@@ -21,47 +24,16 @@ pub(super) fn outcome(transfer: &Transfer) -> Result<u64, llm_datadist_core::Err
     transfer.outcome().expect("it has ended")
 }
 
-/// Blocks and slots are pulled and pushed between all kinds of memory; a pull of a whole slot by its key releases it.
-#[test]
-fn bytes_arrive_and_keys_are_released() {
-    each(|one_sided, pair, local, remote| {
-        let keys = [None, Some(request(2)), None];
-        let source = remote.held(&pair.remote, (4, 3, 96), Batch, &keys);
-        let into = local.held(&pair.local, (4, 3, 96), Batch, &[]);
-        let (bytes, mut expected) = (source.fill(1), into.fill(2));
-        let name = if one_sided { row(&source, 1) } else { Name::Key(request(2)) };
-        let pulled =
-            pair.local.pull(of(2, name), &into.end(), Rows::slot(0, -1), Layers::ALL).start().unwrap();
-        assert_eq!(outcome(&pulled).unwrap(), 4 * 96);
-        (0..4).for_each(|tensor| expected[tensor][..96].copy_from_slice(&bytes[tensor][96..192]));
-        assert!(into.read() == expected);
-        assert_eq!(pulled.progress().done, 4 * 96);
-        let kept = one_sided || remote.registered;
-        assert_eq!(pair.remote.find_key(request(2)).is_ok(), kept);
-
-        let rows = Rows::slot(0, -1);
-        let pushed = pair.local.push(&into.end(), of(2, row(&source, 2)), rows, Layers::ALL).start().unwrap();
-        assert_eq!(outcome(&pushed).unwrap(), 4 * 96);
-        let mut sent = bytes.clone();
-        (0..4).for_each(|tensor| sent[tensor][192..].copy_from_slice(&bytes[tensor][96..192]));
-        assert!(source.read() == sent);
-        assert!(pair.local.poll(9).unwrap().is_empty(), "both outcomes were taken");
-        pair.remote.remove_key(request(2)).unwrap();
-        source.free(&pair.remote);
-        into.free(&pair.local);
-    });
-}
-
 /// A short pull from a mapped pool needs no answer of the peer once the cache is known, so it has ended when it is returned. It
 /// waits in turn for local rows that another call uses, and it never brings bytes of a cache that was freed.
 #[test]
 fn a_short_pull_has_ended_when_it_is_returned() {
-    let Pair { local, remote } = Pair::with(Way::Shm, |config| config.remote_accessible = true);
-    let source = Held::pool(&remote, &device(2, 8, 4096), Blocks);
-    let into = Held::pool(&local, &device(2, 8, 4096), Blocks);
+    let pair = Pair::with(Way::Shm, |config| config.remote_accessible = true);
+    let [into, source] = pair.pools(&device(2, 8, 4096), Blocks);
+    let Pair { local, remote } = &pair;
     let (bytes, mut expected) = (source.fill(1), into.fill(2));
     let pull = |from: i64, to: i64| {
-        let rows = Rows::Blocks { remote: vec![from], local: vec![to] };
+        let rows = block_rows(&[from], &[to]);
         local.pull(of(2, row(&source, 0)), &into.end(), rows, Layers::ALL).start().unwrap()
     };
     let mut moved = |from: usize, to: usize| {
@@ -87,41 +59,10 @@ fn a_short_pull_has_ended_when_it_is_returned() {
     assert_eq!(outcome(&waiting).unwrap(), 2 * 4096);
     assert!(moved(5, 5));
 
-    source.free(&remote);
-    let other = Held::pool(&remote, &device(2, 8, 4096), Blocks);
+    source.free(remote);
+    let other = Held::pool(remote, &device(2, 8, 4096), Blocks);
     other.fill(9);
-    let gone = outcome(&pull(6, 6)).unwrap_err();
-    assert_eq!(gone.kind(), ErrorKind::CacheNotFound, "{gone}");
-}
-
-#[test]
-fn many_at_once_end_once_each() {
-    for pair in pairs() {
-        let source = Held::new(&pair.remote, false, &device(2, 64, 4096), Blocks, &[Some(KEY)]);
-        let into = Held::pool(&pair.local, &device(2, 64, 4096), Blocks);
-        let bytes = source.fill(1);
-        into.fill(2);
-        let start = |block: i64| {
-            let rows = Rows::Blocks { remote: vec![block], local: vec![block] };
-            pair.local.pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL).start().unwrap().number()
-        };
-        // Every block several times, so that calls meet.
-        let mut started: Vec<u64> = (0..512).map(|index| start(index % 64)).collect();
-        let mut ended = Vec::new();
-        eventually("all transfers end", || {
-            for event in pair.local.poll(100).unwrap() {
-                let Event::Completed(transfer) = event else { panic!("another event") };
-                assert_eq!(transfer.outcome().unwrap().unwrap(), 2 * 4096);
-                ended.push(transfer.number());
-            }
-            ended.len() == 512
-        });
-        ended.sort_unstable();
-        started.sort_unstable();
-        assert_eq!(ended, started);
-        assert!(into.read() == bytes);
-        assert_eq!(pair.local.events().open_transfers(), 0);
-    }
+    fails_with(outcome(&pull(6, 6)), ErrorKind::CacheNotFound);
 }
 
 /// What the arguments decide is an error of the call; what the peer decides is an outcome.
@@ -130,7 +71,7 @@ fn refusals_come_at_once_and_failures_as_outcomes() {
     for pair in pairs() {
         let into = Held::pool(&pair.local, &device(1, 4, 64), Blocks);
         let pull = |cluster, local: i64| {
-            let rows = Rows::Blocks { remote: vec![0], local: vec![local] };
+            let rows = block_rows(&[0], &[local]);
             pair.local.pull(of(cluster, Name::Key(KEY)), &into.end(), rows, Layers::ALL).start()
         };
         assert_eq!(pull(2, 4).unwrap_err().kind(), ErrorKind::InvalidArgument);
@@ -158,17 +99,13 @@ fn a_running_pull_is_cancelled_or_late() {
             let writing = scope.spawn(|| remote.swap_blocks(&other.end(), &source.end(), &[(1, 0)]).run());
             gate.wait_for(1);
             let pull = |limit| {
-                let rows = Rows::Blocks { remote: vec![0], local: vec![3] };
-                local
-                    .pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL)
-                    .within(limit)
-                    .start()
-                    .unwrap()
+                let rows = block_rows(&[0], &[3]);
+                let pull = local.pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL);
+                pull.within(limit).start().unwrap()
             };
             let late = pull(Some(Duration::from_millis(50)));
             if way == Way::Tcp {
-                let error = outcome(&late).unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+                let error = fails_with(outcome(&late), ErrorKind::Timeout);
                 // The owner's own answer, that it could not read in time, may come first.
                 let told = error.fact("reported_by").is_some() || error.fact("limit_ms") == Some("50");
                 assert!(told, "{error}");
@@ -190,12 +127,11 @@ fn a_running_pull_is_cancelled_or_late() {
 fn closing_ends_all() {
     for pair in pairs() {
         let Pair { local, remote } = pair;
-        let gate = remote;
-        let source = Held::new(&gate, false, &device(1, 4, 64), Blocks, &[Some(KEY)]);
+        let source = Held::new(&remote, false, &device(1, 4, 64), Blocks, &[Some(KEY)]);
         let into = Held::pool(&local, &device(1, 4, 64), Blocks);
         source.fill(1);
         let start = |_| {
-            let rows = Rows::Blocks { remote: vec![1], local: vec![1] };
+            let rows = block_rows(&[1], &[1]);
             local.pull(of(2, Name::Key(KEY)), &into.end(), rows, Layers::ALL).start().unwrap()
         };
         let transfers: Vec<_> = (0..200).map(start).collect();
@@ -218,9 +154,9 @@ fn a_push_and_a_pull_that_meet_do_not_deadlock() {
         let mut transfers = Vec::new();
         for _ in 0..50 {
             for (engine, cache, peer) in ends {
-                let rows = Rows::Blocks { remote: vec![0], local: vec![1] };
-                let pull = engine.pull(of(peer, Name::Key(KEY)), &cache.end(), rows, Layers::ALL).start();
-                let rows = Rows::Blocks { local: vec![1], remote: vec![0] };
+                let rows = block_rows(&[0], &[1]);
+                let pull =
+                    engine.pull(of(peer, Name::Key(KEY)), &cache.end(), rows.clone(), Layers::ALL).start();
                 let push = engine.push(&cache.end(), of(peer, Name::Key(KEY)), rows, Layers::ALL).start();
                 let copy = engine.copy_blocks(&cache.end(), &[(0, 1)]).start();
                 transfers.extend([pull.unwrap(), push.unwrap(), copy.unwrap()]);

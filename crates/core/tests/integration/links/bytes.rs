@@ -1,12 +1,12 @@
 //! Pieces of bytes between caches of one block, over every way and between memory of every kind.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 
 use llm_datadist_core::bindings::{DataDist, Layers, Name, Rows, Side};
 use llm_datadist_core::{CacheKind, ErrorKind, Piece, Placement, Result};
 
 use super::{Held, LONG, Pair, WAYS, each, of, row};
-use crate::fixtures::desc;
+use crate::fixtures::{Chance, desc};
 
 const SIZE: u64 = 5000;
 
@@ -31,17 +31,11 @@ fn copied(pieces: &[Piece], src: &[Vec<u8>], dst: &mut [Vec<u8>]) {
 
 #[test]
 fn pieces_move_as_one_after_the_other() {
-    let random = Cell::new(1u64);
-    let draw = |below: u64| {
-        let next =
-            random.get().wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        random.set(next);
-        (next >> 33) % below
-    };
+    let chance = RefCell::new(Chance(1));
+    let draw = |below| chance.borrow_mut().below(below);
     each(|_, pair, own, peer| {
-        let one = |placement| desc(placement, 2, 1, SIZE as usize);
-        let local = Held::new(&pair.local, own.registered, &one(own.placement), CacheKind::Blocks, &[]);
-        let remote = Held::new(&pair.remote, peer.registered, &one(peer.placement), CacheKind::Blocks, &[]);
+        let [local, remote] = [(own, &pair.local), (peer, &pair.remote)]
+            .map(|(memory, engine)| memory.held(engine, (2, 1, SIZE as usize), CacheKind::Blocks, &[]));
         for side in [Side::Destination, Side::Source] {
             let (mut here, mut there) = (local.fill(3), remote.fill(5));
             for count in [1, 5, 60] {

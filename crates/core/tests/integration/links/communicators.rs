@@ -14,7 +14,7 @@ use llm_datadist_core::{CacheKind, ClusterId, ErrorKind};
 
 use llm_datadist_core::testing::protocol::{REFUSAL, VERSION};
 
-use super::{Held, Way, check_pull, config, device, eventually, of, open, pull_slot, row};
+use super::{Held, Way, check_pull, config, device, eventually, fails_with, of, open, pull_slot, row};
 use crate::log;
 
 const TABLE: &str = r#"{"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": [
@@ -183,8 +183,7 @@ fn dialing_member_with_another_token_fails_at_once() {
         });
         members.iter().for_each(|member| _ = enter(member, &name));
         eventually("the failure", || members[1].comm_status(1).unwrap() == CommStatus::Failed);
-        let error = members[1].check_link(ClusterId(1)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::NotLinked);
+        let error = fails_with(members[1].check_link(ClusterId(1)), ErrorKind::NotLinked);
         let text = error.to_string();
         assert!(text.contains("token") && text.contains("option="), "{text}");
         let of_dialer = [name.as_str(), "cluster 1 cannot be linked", "token"];

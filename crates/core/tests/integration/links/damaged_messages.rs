@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{CallExtras, DataDist, Layers, Name, Rows, Side};
+use llm_datadist_core::bindings::{DataDist, Name, Operation, Rows};
 use llm_datadist_core::testing::net::{
     Address, Interference, Listener, Stream, Tcp, Transport, Way as Direction,
 };
@@ -14,7 +14,9 @@ use llm_datadist_core::{CacheKind, Deadline, Error, KvLayout, Result, TokenOrder
 
 use super::asynchronous::outcome;
 use super::kv_layouts::{Rank, good};
-use super::{Held, LONG, Way, config, device, link, of, open, request, row};
+use super::{
+    Held, LONG, Way, block_rows, config, device, link, of, open, pulling, pushing, request, row, verified,
+};
 
 /// Time limit of a call whose request names another length than it has. Then the owner waits for bytes that never come.
 const SHORT: Duration = Duration::from_millis(30);
@@ -128,8 +130,9 @@ impl Damaged {
     }
 }
 
-fn verified(verify: Verify) -> CallExtras {
-    CallExtras { verify: Some(verify), ..CallExtras::default() }
+/// Starts a call, and waits for its outcome.
+fn ended(call: Operation<'_>, limit: Option<Duration>) -> Result<(), Error> {
+    outcome(&call.within(limit).start().unwrap()).map(drop)
 }
 
 const ROW: usize = 64;
@@ -149,18 +152,8 @@ fn damaged_requests_move_no_wrong_bytes_of_a_slot() {
         let far = Held::new(remote, false, &device(2, 4, ROW), CacheKind::Batch, &keys);
         let (source, before) = (far.fill(1), near.fill(2));
         let from = of(2, Name::Key(request(first + 1)));
-        let transfer = local
-            .transfer(
-                Side::Destination,
-                from,
-                &near.end(),
-                (Rows::slot(1, -1), Layers::ALL),
-                verified(Verify::Full),
-            )
-            .within(limit)
-            .start()
-            .unwrap();
-        let outcome = outcome(&transfer).map(drop);
+        let pull = pulling(local, from, &near, Rows::slot(1, -1), verified(Verify::Full));
+        let outcome = ended(pull, limit);
         let after = near.read();
         for tensor in 0..2 {
             let row = |bytes: &[Vec<u8>], row: usize| bytes[tensor][row * ROW..][..ROW].to_vec();
@@ -187,12 +180,8 @@ fn damaged_requests_move_no_wrong_bytes_of_blocks() {
     for verify in [Verify::Full, Verify::Sample, Verify::Off] {
         let pull = |limit| {
             let mut expected = near.fill(2);
-            let rows = Rows::Blocks { remote: sources.clone(), local: blocks.clone() };
-            let from = of(2, row(&far, 0));
-            let pull =
-                local.transfer(Side::Destination, from, &near.end(), (rows, Layers::ALL), verified(verify));
-            let transfer = pull.within(limit).start().unwrap();
-            outcome(&transfer)?;
+            let (from, rows) = (of(2, row(&far, 0)), block_rows(&sources, &blocks));
+            ended(pulling(local, from, &near, rows, verified(verify)), limit)?;
             for (tensor, (&from, &to)) in
                 (0..2).flat_map(|tensor| sources.iter().zip(&blocks).map(move |pair| (tensor, pair)))
             {
@@ -224,11 +213,8 @@ fn damaged_requests_write_no_bytes_elsewhere() {
     far.write(&expected);
     for verify in [Verify::Full, Verify::Sample, Verify::Off] {
         let push = |limit| {
-            let rows = Rows::Blocks { local: vec![5, 0, 1], remote: vec![7, 2, 3] };
-            let into = of(2, row(&far, 0));
-            let push = local.transfer(Side::Source, into, &near.end(), (rows, Layers::ALL), verified(verify));
-            let transfer = push.within(limit).start().unwrap();
-            let outcome = outcome(&transfer).map(drop);
+            let (into, rows) = (of(2, row(&far, 0)), block_rows(&[7, 2, 3], &[5, 0, 1]));
+            let outcome = ended(pushing(local, &near, into, rows, verified(verify)), limit);
             assert!(far.read() == expected, "{verify:?}: bytes elsewhere, {outcome:?}");
             outcome
         };
@@ -246,17 +232,8 @@ fn damaged_requests_convert_no_wrong_elements() {
     far.fill();
     let succeeded = damaged.each_bit(|limit| {
         let before = near.clear();
-        let rows = Rows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
-        let from = of(2, row(&far.held, 0));
-        let pull = local.transfer(
-            Side::Destination,
-            from,
-            &near.held.end(),
-            (rows, Layers::ALL),
-            verified(Verify::Full),
-        );
-        let transfer = pull.within(limit).start().unwrap();
-        outcome(&transfer)?;
+        let (from, rows) = (of(2, row(&far.held, 0)), block_rows(&far.blocks, &near.blocks));
+        ended(pulling(local, from, &near.held, rows, verified(Verify::Full)), limit)?;
         near.check(before, (0, 0, 12), |_| true);
         Ok(())
     });

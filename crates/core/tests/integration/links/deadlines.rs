@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::bindings::{CacheKey, CallExtras, GroupMember, Layers, Name, Rows, Side};
+use llm_datadist_core::bindings::{CacheKey, CallExtras, Layers, Name, Side};
 use llm_datadist_core::{CacheKind, ClusterId, Deadline, ErrorKind, Placement, Result};
 
 use super::fake_peer::Fake;
 use super::layerwise_faults::Slow;
 use super::{
-    Held, LONG, Pair, WAYS, Way, config, eventually, link, of, open, pull_blocks, pull_slot, push_blocks,
-    request, row, times,
+    Held, LONG, Pair, WAYS, Way, block_rows, config, eventually, fails_with, link, member, of, open,
+    open_with, pull_blocks, pull_slot, push_blocks, request, row, times,
 };
 use crate::emulation::PROCESS_READS;
 use crate::fixtures::{adopt, desc};
@@ -73,11 +73,7 @@ fn only_the_calling_thread_checks_for_interrupts() {
     assert!(asked > 0);
 
     // A large pull uses several streams.
-    let streams = |cluster| {
-        let mut config = config(cluster, Way::Tcp);
-        config.links.streams = 3;
-        open(config, Way::Tcp)
-    };
+    let streams = |cluster| open_with(cluster, Way::Tcp, |config| config.links.streams = 3);
     let (local, remote) = (streams(1).interrupted_by(note_thread), streams(2));
     link(&local, &remote).unwrap();
     let shape = desc(Placement::Host, 1, 1, 40 << 20);
@@ -134,19 +130,11 @@ static INTERRUPT: AtomicBool = AtomicBool::new(false);
 /// An interruption of the wait for a group cancels the group. It returns once the group has ended.
 #[test]
 fn interrupted_group_is_cancelled() {
-    let silent = Fake::new(2, 1);
     // The wait for the end of the cancelled group is not interrupted.
     let engine = open(config(1, Way::Tcp), Way::Tcp);
-    let _control = silent.linked_by(&engine, || silent.linked()).1;
+    let (_silent, _control) = Fake::linked_to(&engine);
     let into = Held::pool(&engine, &desc(Placement::Host, 2, 1, 64), Blocks);
-    let rows = Rows::Blocks { local: vec![0], remote: vec![0] };
-    let part = GroupMember {
-        remote: of(2, Name::Key(KEY)),
-        local: into.end(),
-        rows,
-        layers: Layers::ALL,
-        grant: None,
-    };
+    let part = member(of(2, Name::Key(KEY)), &into, block_rows(&[0], &[0]));
     let began = Instant::now();
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -156,8 +144,7 @@ fn interrupted_group_is_cancelled() {
         let group =
             engine.transfer_group(Side::Destination, vec![part], false, CallExtras::default(), None).unwrap();
         let interrupted: fn() -> bool = || INTERRUPT.swap(false, Ordering::SeqCst);
-        let error = group.join(Deadline::after(2 * LONG).watched(Some(interrupted))).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+        fails_with(group.join(Deadline::after(2 * LONG).watched(Some(interrupted))), ErrorKind::Interrupted);
     });
     let pulls = engine.stats().ops.into_iter().find(|(name, _)| *name == "pull").unwrap().1;
     assert_eq!((pulls.calls, pulls.failures), (1, 1), "the group has ended");
@@ -176,7 +163,7 @@ fn unanswered_push_keeps_reads_out_of_place_for_the_pin_limit() {
         let pull = || pull_blocks(&slow.local, name, &into, &[1], &[1]);
         pull().unwrap();
         slow.holding(&remote, |release| {
-            let rows = Rows::Blocks { remote: vec![1], local: vec![1] };
+            let rows = block_rows(&[1], &[1]);
             let push = slow.local.push(&source.end(), name, rows, Layers::ALL).within(Some(LONG * 100));
             let push = push.start().unwrap();
             // While the push is under way, the owner is asked, and its row is pinned.

@@ -1,7 +1,7 @@
 //! Links on demand: what counts as linked, which of two connections is kept, and how an attempt ends.
 //!
-//! `session/dials.rs` checks the decision in every order of its steps; `tests/native/test_peers.py` covers arguments and
-//! separate processes.
+//! `session/dials.rs` checks the decision in every order of its steps; `tests/native/test_peers.py` covers arguments, separate
+//! processes and peers that restart, `tests/test_hostile_links.py` confirmations that break the rules.
 
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener};
 use std::os::fd::OwnedFd;
@@ -9,24 +9,32 @@ use std::sync::{Arc, Barrier, OnceLock};
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{Config, DataDist, Role, Token};
+use llm_datadist_core::bindings::{Config, DataDist, Token};
 use llm_datadist_core::testing::net::{Address, Stream, Unix};
 use llm_datadist_core::testing::protocol::{
-    BoundedBytes, Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, MESSAGE, Purpose, Reply,
-    Request, encode,
+    Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, Purpose, Reply, Request,
 };
-use llm_datadist_core::{ClusterId, Deadline, ErrorKind, Event, PeerInfo, Result, Transfer, WhileRefused};
+use llm_datadist_core::{
+    ClusterId, Deadline, Error, ErrorKind, Event, PeerInfo, Result, Transfer, WhileRefused,
+};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
 
-use super::fake_peer::{Fake, confirm, hear, hear_request, say, soon};
-use super::{LONG, WAYS, Way, address, check_pull, config, eventually, link, open, times, unlink};
+use super::fake_peer::{Fake, confirm, hear, hear_request, say};
+use super::{
+    LONG, TOKEN, WAYS, Way, address, check_pull, config, eventually, fails_with, link, open, open_with,
+    times, unlink,
+};
 
 fn ensure(local: &DataDist, remote: &DataDist) -> Arc<Transfer> {
     at(local, remote.listening().unwrap())
 }
 
 fn at(local: &DataDist, address: SocketAddr) -> Arc<Transfer> {
-    local.ensure_link(address, LONG, None, WhileRefused::Retry).unwrap()
+    within(local, address, LONG)
+}
+
+fn within(local: &DataDist, address: SocketAddr, limit: Duration) -> Arc<Transfer> {
+    local.ensure_link(address, limit, None, WhileRefused::Retry).unwrap()
 }
 
 /// The peer, or the failure.
@@ -37,8 +45,10 @@ fn linked(transfer: &Transfer) -> Result<PeerInfo> {
     Ok(transfer.peer().expect("the peer of a success").clone())
 }
 
-fn failed(transfer: &Transfer) -> llm_datadist_core::Error {
-    let error = linked(transfer).unwrap_err();
+/// The failure, which must be of this kind.
+#[track_caller]
+fn failed(transfer: &Transfer, kind: ErrorKind) -> Error {
+    let error = fails_with(linked(transfer), kind);
     assert_eq!(transfer.peer(), None);
     error
 }
@@ -88,15 +98,29 @@ fn await_end(engine: &DataDist) {
     assert!(engine.peers().is_empty());
 }
 
+fn await_no_link(local: &DataDist, remote: &DataDist) {
+    eventually("the end of the link", || local.peers().is_empty() && remote.peers().is_empty());
+}
+
+/// Runs two calls that begin at the same time.
+fn at_once<T, U: Send>(here: impl FnOnce() -> T, there: impl FnOnce() -> U + Send) -> (T, U) {
+    let start = Barrier::new(2);
+    thread::scope(|scope| {
+        let there = scope.spawn(|| {
+            start.wait();
+            there()
+        });
+        start.wait();
+        (here(), there.join().unwrap())
+    })
+}
+
 #[test]
 fn a_link_is_made_once_whoever_asks() {
     for way in WAYS {
         for both_ways in [false, true] {
-            let [local, remote] = [1, 2].map(|cluster| {
-                let mut config = config(cluster, way);
-                config.links.both_ways = both_ways;
-                open(config, way)
-            });
+            let [local, remote] =
+                [1, 2].map(|cluster| open_with(cluster, way, |config| config.links.both_ways = both_ways));
             let peer = linked(&ensure(&local, &remote)).unwrap();
             assert_eq!((peer.cluster, local.peers()), (ClusterId(2), vec![peer.clone()]));
             eventually("the link there", || remote.peers().len() == 1);
@@ -110,7 +134,7 @@ fn a_link_is_made_once_whoever_asks() {
             check_pull(&local, &remote);
             check_pull(&remote, &local);
             unlink(&remote, &local).unwrap();
-            eventually("the end of the link", || local.peers().is_empty() && remote.peers().is_empty());
+            await_no_link(&local, &remote);
         }
     }
 }
@@ -135,15 +159,9 @@ fn both_sides_may_dial_at_once() {
             assert_eq!(news(engine), (0, 0));
         }
         for round in 0..times(200) {
-            let start = Barrier::new(2);
-            let dial = |from: &DataDist, to: &DataDist| {
-                start.wait();
-                linked(&ensure(from, to))
-            };
-            let (here, there) = thread::scope(|scope| {
-                let there = scope.spawn(|| dial(&remote, &local));
-                (dial(&local, &remote).unwrap(), there.join().unwrap().unwrap())
-            });
+            let (here, there) =
+                at_once(|| linked(&ensure(&local, &remote)), || linked(&ensure(&remote, &local)));
+            let (here, there) = (here.unwrap(), there.unwrap());
             let context = format!("{way:?}, round {round}");
             assert_eq!((here.cluster, there.cluster), (ClusterId(2), ClusterId(1)), "{context}");
             for (engine, other) in [(&local, ClusterId(2)), (&remote, ClusterId(1))] {
@@ -169,23 +187,15 @@ fn link_clusters_at_the_same_time_does_no_harm() {
     for way in WAYS {
         let [local, remote] = pair(way);
         for round in 0..times(60) {
-            let start = Barrier::new(2);
-            thread::scope(|scope| {
-                let there = scope.spawn(|| {
-                    start.wait();
-                    linked(&ensure(&remote, &local)).unwrap();
-                });
-                start.wait();
-                let here = link(&local, &remote);
-                assert!(here.is_ok() || here.unwrap_err().kind() == ErrorKind::AlreadyLinked);
-                there.join().unwrap();
-            });
+            let (here, there) = at_once(|| link(&local, &remote), || linked(&ensure(&remote, &local)));
+            assert!(here.is_ok() || here.unwrap_err().kind() == ErrorKind::AlreadyLinked);
+            there.unwrap();
             let counts = [local.peers().len(), remote.peers().len()];
             assert!(counts == [1, 1] || counts == [2, 2], "{way:?}, round {round}: {counts:?}");
             check_pull(&local, &remote);
             check_pull(&remote, &local);
             unlink(&local, &remote).unwrap();
-            eventually("the end of the links", || local.peers().is_empty() && remote.peers().is_empty());
+            await_no_link(&local, &remote);
         }
     }
 }
@@ -226,19 +236,6 @@ fn metadata_travels_both_ways_with_every_kind_of_link() {
     }
 }
 
-#[test]
-fn bad_arguments_start_nothing() {
-    let local = open(config(1, Way::Tcp), Way::Tcp);
-    let error =
-        local.ensure_link("127.0.0.1:0".parse().unwrap(), LONG, None, WhileRefused::Retry).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-    assert!(error.to_string().contains("address=127.0.0.1:0"), "{error}");
-    assert_eq!(local.events().open_transfers(), 0);
-    let long = Config { metadata: vec![0; MAX_METADATA + 1], ..config(1, Way::Tcp) };
-    let error = DataDist::open(long).unwrap_err();
-    assert!(error.to_string().contains("len(metadata)=16385 must be at most 16384"), "{error}");
-}
-
 /// The call tries again while nobody listens, also after the port was busy with a process that closes every connection.
 #[test]
 fn a_peer_may_start_later() {
@@ -253,9 +250,7 @@ fn a_peer_may_start_later() {
         };
         thread::sleep(Duration::from_millis(300));
         assert!(calls.iter().all(|call| !call.done()));
-        let mut late = config(2, way);
-        late.links.listen = Some(port);
-        let remote = open(late, way);
+        let remote = open_with(2, way, |config| config.links.listen = Some(port));
         for call in &calls {
             assert_eq!(linked(call).unwrap().cluster, ClusterId(2));
         }
@@ -269,9 +264,8 @@ fn an_attempt_ends_at_its_deadline() {
     // One listens and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     for (address, errno) in [(nowhere(), Some(111)), (silent.local_addr().unwrap(), None)] {
-        let call = local.ensure_link(address, Duration::from_millis(300), None, WhileRefused::Retry).unwrap();
-        let error = failed(&call);
-        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        let call = within(&local, address, Duration::from_millis(300));
+        let error = failed(&call, ErrorKind::Timeout);
         assert_eq!(error.fact("address"), Some(&*address.to_string()), "{error}");
         assert_eq!(error.fact("limit_ms"), Some("300"), "{error}");
         assert_eq!(error.raw_os_error(), errno, "that of the last attempt: {error}");
@@ -283,48 +277,24 @@ fn an_attempt_ends_at_its_deadline() {
 #[test]
 fn permanent_refusals_end_the_call() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
-    let error = failed(&ensure(&local, &local));
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    let error = failed(&ensure(&local, &local), ErrorKind::InvalidArgument);
     assert!(error.to_string().contains("this engine itself"), "{error}");
 
-    let mut secret = config(2, Way::Tcp);
-    secret.links.token = Some(Token::new("sixteen letters or more"));
-    let error = failed(&ensure(&local, &open(secret, Way::Tcp)));
-    assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
+    let secret = open_with(2, Way::Tcp, |config| config.links.token = Some(Token::new(TOKEN)));
+    failed(&ensure(&local, &secret), ErrorKind::LinkFailed);
 
-    let mut other = config(2, Way::Tcp);
-    other.remote_accessible = !other.remote_accessible;
-    let error = failed(&ensure(&local, &open(other, Way::Tcp)));
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    let other = open_with(2, Way::Tcp, |config| config.remote_accessible = !config.remote_accessible);
+    failed(&ensure(&local, &other), ErrorKind::InvalidArgument);
 
     let twin = open(config(1, Way::Tcp), Way::Tcp);
-    let error = failed(&ensure(&local, &twin));
-    assert_eq!((error.kind(), error.fact("cluster")), (ErrorKind::LinkFailed, None), "{error}");
+    assert_eq!(failed(&ensure(&local, &twin), ErrorKind::LinkFailed).fact("cluster"), None);
     assert!(local.peers().is_empty() && twin.peers().is_empty());
-}
-
-#[test]
-fn a_restarted_peer_is_another_incarnation() {
-    for way in [Way::Shm, Way::Tcp] {
-        let [local, remote] = pair(way);
-        let before = linked(&ensure(&local, &remote)).unwrap();
-        let port = remote.listening().unwrap();
-        drop(remote);
-        let call = at(&local, port);
-        let mut again = config(2, way);
-        again.links.listen = Some(port);
-        let _remote = open(again, way);
-        let after = linked(&call).unwrap();
-        assert_eq!((after.cluster, local.peers()), (before.cluster, vec![after.clone()]));
-        assert_ne!(after.incarnation, before.incarnation);
-    }
 }
 
 /// A broken link is not dialled again; another call makes another one.
 #[test]
 fn a_broken_link_is_made_again_by_another_call() {
-    let local = open(config(1, Way::Tcp), Way::Tcp);
-    let remote = open(config(2, Way::Tcp), Way::Tcp);
+    let [local, remote] = pair(Way::Tcp);
     assert_eq!(news(&local), (0, 0));
     linked(&ensure(&local, &remote)).unwrap();
     remote.unlink_clusters(&[address(&local)], LONG, true).remove(0).unwrap();
@@ -335,16 +305,21 @@ fn a_broken_link_is_made_again_by_another_call() {
     assert_eq!(news(&local), (1, 0));
 }
 
+/// Calls of one hour to addresses at which nobody listens, or somebody who never answers. There are more than workers, so some
+/// wait for one.
+fn many_calls(local: &DataDist) -> (Vec<Arc<Transfer>>, TcpListener) {
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let calls = (0..40)
+        .map(|number| if number % 2 == 0 { nowhere() } else { silent.local_addr().unwrap() })
+        .map(|address| within(local, address, Duration::from_secs(3600)))
+        .collect();
+    (calls, silent)
+}
+
 #[test]
 fn a_call_that_dials_or_waits_can_be_cancelled() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
-    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-    let hour = Duration::from_secs(3600);
-    // More than there are workers, so some wait for one.
-    let calls: Vec<_> = (0..40)
-        .map(|number| if number % 2 == 0 { nowhere() } else { silent.local_addr().unwrap() })
-        .map(|address| local.ensure_link(address, hour, None, WhileRefused::Retry).unwrap())
-        .collect();
+    let (calls, _silent) = many_calls(&local);
     // Calls to a peer have workers of their own.
     let remote = open(config(2, Way::Tcp), Way::Tcp);
     link(&local, &remote).unwrap();
@@ -353,8 +328,7 @@ fn a_call_that_dials_or_waits_can_be_cancelled() {
         assert!(call.cancel());
     }
     for call in &calls {
-        let error = failed(call);
-        assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
+        let error = failed(call, ErrorKind::Cancelled);
         assert!(error.fact("address").is_some(), "{error}");
     }
     linked(&ensure(&remote, &local)).unwrap();
@@ -371,7 +345,7 @@ fn a_cancelled_call_enters_no_link() {
         let _: Confirm = hear(&stream).unwrap();
         assert!(call.cancel());
         say(&stream, &LinkAnswer::Entered(EnteredLink::default()));
-        assert_eq!(failed(&call).kind(), ErrorKind::Cancelled);
+        failed(&call, ErrorKind::Cancelled);
         assert!(engine.peers().is_empty());
         assert!(hear::<ControlMessage>(&stream).is_err(), "the engine closes the connection");
     }
@@ -380,37 +354,21 @@ fn a_cancelled_call_enters_no_link() {
 #[test]
 fn the_end_of_the_engine_ends_its_calls() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
-    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-    let calls: Vec<_> = (0..40)
-        .map(|number| if number % 2 == 0 { nowhere() } else { silent.local_addr().unwrap() })
-        .map(|address| at(&local, address))
-        .collect();
+    let (calls, _silent) = many_calls(&local);
     drop(local);
     for call in &calls {
-        assert_eq!(failed(call).kind(), ErrorKind::Closed);
+        failed(call, ErrorKind::Closed);
     }
 }
 
 #[test]
 fn calls_count_as_transfers() {
-    let mut limited = config(1, Way::Tcp);
-    limited.max_transfers = 2;
-    let local = open(limited, Way::Tcp);
+    let local = open_with(1, Way::Tcp, |config| config.max_transfers = 2);
     let calls = [at(&local, nowhere()), at(&local, nowhere())];
-    let error = local.ensure_link(nowhere(), LONG, None, WhileRefused::Retry).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    fails_with(local.ensure_link(nowhere(), LONG, None, WhileRefused::Retry), ErrorKind::Busy);
     calls.iter().for_each(|call| assert!(call.cancel()));
-    calls.iter().for_each(|call| assert_eq!(failed(call).kind(), ErrorKind::Cancelled));
+    calls.iter().for_each(|call| _ = failed(call, ErrorKind::Cancelled));
     at(&local, nowhere()).cancel();
-}
-
-#[test]
-fn a_call_keeps_the_role() {
-    let [local, remote] = pair(Way::Tcp);
-    linked(&ensure(&local, &remote)).unwrap();
-    assert_eq!(local.switch_role(Role::Mix, None).unwrap_err().kind(), ErrorKind::LinksExist);
-    unlink(&local, &remote).unwrap();
-    local.switch_role(Role::Mix, None).unwrap();
 }
 
 const ENSURE: Purpose = Purpose::Link { link: 5, comm: None, probe_local: false, ensure: true };
@@ -452,12 +410,11 @@ fn the_lower_id_keeps_its_connection() {
             assert_eq!(entered.unwrap_err().kind(), ErrorKind::AlreadyLinked);
             assert!(hear::<ControlMessage>(&second).is_err(), "the connection is closed");
             say(&first, &LinkAnswer::Entered(EnteredLink::default()));
-            linked(&call).unwrap();
         } else {
             entered.unwrap();
             say(&first, &later());
-            linked(&call).unwrap();
         }
+        linked(&call).unwrap();
         assert_eq!(engine.peers().len(), 1);
         drop(first);
     }
@@ -480,42 +437,11 @@ fn a_peer_that_promises_a_link_is_dialled_again() {
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::LinkFailed);
 }
 
-/// A confirmation with this number of bytes of metadata.
-fn with_metadata(bytes: usize) -> Confirm {
-    Confirm { name: String::new(), metadata: BoundedBytes(Arc::new(vec![1; bytes])), fabric: None }
-}
-
-/// A connection becomes a link only after its confirmation, which may be as long as the metadata, and no longer.
-#[test]
-fn a_link_is_entered_after_its_confirmation() {
-    let engine = open(config(1, Way::Tcp), Way::Tcp);
-    let fake = Fake::new(2, 7);
-    let waiting = fake.dial(&engine, ENSURE).unwrap();
-    assert!(engine.peers().is_empty());
-    let long = Fake::new(3, 7).dial(&engine, ENSURE).unwrap();
-    say(&long, &with_metadata(MAX_METADATA + 1));
-    assert_eq!(hear::<LinkAnswer>(&long).unwrap_err().kind(), ErrorKind::NotLinked);
-    // The metadata of a peer that has not proved its identity is not read.
-    let early = std::net::TcpStream::connect(engine.listening().unwrap()).unwrap();
-    let frame = encode(&with_metadata(MAX_METADATA)).unwrap();
-    assert_eq!(frame[3], MESSAGE);
-    std::io::Write::write_all(&mut &early, &frame).unwrap();
-    let mut answer = Vec::new();
-    let _ = std::io::Read::read_to_end(&mut &early, &mut answer);
-    assert!(engine.peers().is_empty());
-    say(&waiting, &with_metadata(MAX_METADATA));
-    assert!(matches!(hear(&waiting).unwrap(), LinkAnswer::Entered(_)));
-    assert_eq!(*engine.peers()[0].metadata, vec![1; MAX_METADATA]);
-    // A second confirmation is no control message, and ends the link.
-    waiting.send(&frame, soon()).unwrap();
-    eventually("the end of the link", || engine.peers().is_empty());
-}
-
 /// An engine whose heartbeats come at most every `heartbeat`, and that breaks no link because of silence.
 fn patient(heartbeat: Duration) -> DataDist {
-    let mut patient = config(1, Way::Tcp);
-    (patient.links.heartbeat, patient.links.silence) = (heartbeat, Duration::from_secs(3600));
-    open(patient, Way::Tcp)
+    open_with(1, Way::Tcp, |config| {
+        (config.links.heartbeat, config.links.silence) = (heartbeat, Duration::from_secs(3600));
+    })
 }
 
 /// A peer, its address, and the control stream and the description of a link that the engine has made to it.
@@ -557,8 +483,7 @@ fn a_call_with_another_name_dials() {
 
     let call = named(&engine, address, "other");
     let _same = fake.greet();
-    let error = failed(&call);
-    assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
+    failed(&call, ErrorKind::LinkFailed);
 
     fake.party.cluster = 3;
     let call = named(&engine, address, "other");
@@ -631,10 +556,10 @@ fn calls_for_one_address_share_an_attempt() {
     let first = at(&engine, address);
     let (refused, _) = other.greet();
     let others: Vec<_> = (0..3).map(|_| at(&engine, address)).collect();
-    let late = engine.ensure_link(address, Duration::from_millis(50), None, WhileRefused::Retry).unwrap();
-    assert_eq!(failed(&late).kind(), ErrorKind::Timeout);
+    let late = within(&engine, address, Duration::from_millis(50));
+    failed(&late, ErrorKind::Timeout);
     assert!(first.cancel());
-    assert_eq!(failed(&first).kind(), ErrorKind::Cancelled);
+    failed(&first, ErrorKind::Cancelled);
     drop(refused);
     let _control = other.linked();
     for call in &others {
@@ -656,7 +581,7 @@ fn calls_leave_an_attempt_that_is_stuck() {
     let peer = linked(&call).unwrap();
     assert!(!stuck.done());
     assert!(stuck.cancel());
-    assert_eq!(failed(&stuck).kind(), ErrorKind::Cancelled);
+    failed(&stuck, ErrorKind::Cancelled);
     assert_eq!(engine.peers(), [peer]);
 }
 
@@ -670,12 +595,11 @@ fn a_short_call_breaks_no_link() {
     assert_eq!(news(&engine), (1, 0));
     thread::sleep(Duration::from_millis(2100));
 
-    let short = engine.ensure_link(address, Duration::from_millis(350), None, WhileRefused::Retry).unwrap();
+    let short = within(&engine, address, Duration::from_millis(350));
     let _stream = fake.greet();
-    let error = failed(&short);
+    failed(&short, ErrorKind::Timeout);
     // It may have dialled once more, just before its time limit passed.
     while fake.is_dialled() {}
-    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     assert_eq!((engine.peers(), news(&engine)), (vec![peer.clone()], (0, 0)));
 
     // The peer answers.
@@ -700,9 +624,9 @@ fn a_short_call_breaks_no_link() {
 /// A call with too little time to ask the peer of a silent link over the local socket does not try TCP instead.
 #[test]
 fn a_short_call_does_not_fall_back_to_tcp() {
-    let mut config = config(1, Way::Shm);
-    (config.links.heartbeat, config.links.silence) = (Duration::from_secs(1), LONG);
-    let engine = open(config, Way::Shm);
+    let engine = open_with(1, Way::Shm, |config| {
+        (config.links.heartbeat, config.links.silence) = (Duration::from_secs(1), LONG);
+    });
     let socket = format!("llm-datadist-test-{}-short", std::process::id());
     let (listener, fake) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(socket.clone()), 2, 1));
     let address = listener.address().remote[0];
@@ -712,10 +636,10 @@ fn a_short_call_does_not_fall_back_to_tcp() {
     linked(&call).unwrap();
     thread::sleep(Duration::from_millis(2100));
 
-    let short = engine.ensure_link(address, Duration::from_millis(350), None, WhileRefused::Retry).unwrap();
+    let short = within(&engine, address, Duration::from_millis(350));
     let _probe = listener.greet_with(Some(socket));
     let _stream = fake.greet();
-    assert_eq!(failed(&short).kind(), ErrorKind::Timeout);
+    failed(&short, ErrorKind::Timeout);
     assert!(!fake.is_dialled(), "it did not ask for the secret of the peer, which a link over TCP needs");
     assert_eq!(engine.peers().len(), 1);
 }

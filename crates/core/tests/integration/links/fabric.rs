@@ -7,14 +7,16 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{Backend, CallExtras, Config, DataDist, FabricConfig, Layers, Rows, Side};
+use llm_datadist_core::bindings::{Backend, Config, DataDist, FabricConfig, Rows};
 use llm_datadist_core::testing::protocol::{BoundedBytes, EnteredLink, FabricOffer, FabricPool, LinkAnswer};
-use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, GrantUse, Result};
+use llm_datadist_core::{CacheKind, Deadline, Error, ErrorKind, Result};
 
 use super::fake_peer::Fake;
 use super::stand_ins::{ALL, BLOCK, BLOCKS, Controlled, library, stand_in};
 
-use super::{Held, LONG, Way, address, config, device, link, of, open, push_blocks, row};
+use super::{
+    Held, LONG, Way, address, config, device, fails_with, link, of, open, pulling, push_blocks, row, under,
+};
 use crate::fixtures::skipped;
 
 /// Calls `pull`, has `during` happen while its reads have stalled, and returns how the pull failed.
@@ -32,14 +34,28 @@ fn fails<T: Send + Debug>(
     })
 }
 
+/// A configuration with this backend, on a host that has a device.
+fn backed(cluster: u64, backend: Backend) -> Config {
+    let mut config = config(cluster, Way::Fabric);
+    assumes_device(backend)(&mut config);
+    config
+}
+
+fn assumes_device(backend: Backend) -> impl Fn(&mut Config) {
+    move |config| (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true)
+}
+
+fn try_open(config: Config) -> Result<DataDist> {
+    DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
+}
+
 #[test]
 fn a_pull_that_stalls_ends_at_its_deadline_and_writes_nothing_afterwards() {
     let pair = Controlled::new(|_| ());
     let bytes = pair.remote_cache.fill(1);
     for end in [0, 1, 50, 127] {
         pair.set("STALL", end);
-        let error = pair.pull(Duration::from_millis(60)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        fails_with(pair.pull(Duration::from_millis(60)), ErrorKind::Timeout);
         let after = pair.local_cache.fill(9);
         pair.set("STALL", i64::MAX);
         thread::sleep(Duration::from_millis(100));
@@ -97,18 +113,8 @@ fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
     let grant = remote.grant(&pair.remote_cache.end(), &all, LONG, 1).unwrap();
     let token = remote.grant_token(&grant);
     let rows = Rows::Blocks { remote: all.iter().rev().copied().collect(), local: all };
-    let pull = || {
-        let extras = CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() };
-        pair.local
-            .transfer(
-                Side::Destination,
-                of(2, row(&pair.remote_cache, 0)),
-                &pair.local_cache.end(),
-                (rows.clone(), Layers::ALL),
-                extras,
-            )
-            .run()
-    };
+    let from = of(2, row(&pair.remote_cache, 0));
+    let pull = || pulling(&pair.local, from, &pair.local_cache, rows.clone(), under(token)).run();
     pull().unwrap();
     let revoke = || {
         remote.start_revoke(&grant, None).unwrap().join(Deadline::after(LONG)).unwrap();
@@ -121,13 +127,11 @@ fn a_grant_that_ends_while_it_is_read_is_never_a_success() {
 #[test]
 fn ucx_is_not_used_without_a_token() {
     let opened = |cluster, backend| {
-        let mut config = config(cluster, Way::Fabric);
+        let mut config = backed(cluster, backend);
         config.links.token = None;
-        (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
-        DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
+        try_open(config)
     };
-    let error = opened(1, Backend::Ucx).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::NotEnabled);
+    let error = fails_with(opened(1, Backend::Ucx), ErrorKind::NotEnabled);
     assert!(error.to_string().contains("UCX needs a token"), "{error}");
     let [local, remote] = [1, 2].map(|cluster| opened(cluster, Backend::Auto).unwrap());
     link(&local, &remote).unwrap();
@@ -142,11 +146,10 @@ fn the_engine_allows_rdma_alone_unless_the_program_chooses() {
     let opened = |settings: &[(&str, &str)]| {
         let mut config = config(1, Way::Fabric);
         config.links.fabric = stand_in(&[&[("REQUIRE_RDMA", "1")], settings].concat());
-        DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
+        try_open(config)
     };
     drop(opened(&[]).unwrap());
-    let error = opened(&[("TLS", "all")]).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::NotEnabled, "{error}");
+    fails_with(opened(&[("TLS", "all")]), ErrorKind::NotEnabled);
 }
 
 #[test]
@@ -159,16 +162,13 @@ fn a_failure_of_ucx_fails_the_call_if_it_is_named_and_uses_sockets_otherwise() {
         (Backend::Auto, "REFUSE_ucp_ep_create", -6),
         (Backend::Auto, "REFUSE_ucp_get_nbx", -4),
     ] {
-        let pair = Controlled::new(|config| {
-            (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
-        });
+        let pair = Controlled::new(assumes_device(backend));
         let bytes = pair.remote_cache.fill(1);
         pair.set(setting, value);
         let pulled = pair.pull(LONG);
         let reason = format!("UCX status {}", if setting == "RESET" { -25 } else { value });
         if backend == Backend::Ucx {
-            let error = pulled.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::NotEnabled, "{error}");
+            let error = fails_with(pulled, ErrorKind::NotEnabled);
             assert!(error.to_string().contains(&reason), "{error}");
             assert_eq!(pair.paths(), (0, 0));
         } else {
@@ -185,9 +185,7 @@ fn a_failure_of_ucx_fails_the_call_if_it_is_named_and_uses_sockets_otherwise() {
 #[test]
 fn a_push_uses_sockets_if_the_peer_cannot_read() {
     for backend in [Backend::Ucx, Backend::Auto] {
-        let pair = Controlled::new(|config| {
-            (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
-        });
+        let pair = Controlled::new(assumes_device(backend));
         pair.set("RESET", 1);
         let source = pair.remote_cache.fill(3);
         let all: Vec<i64> = (0..BLOCKS).collect();
@@ -216,11 +214,7 @@ fn both_sides_must_use_ucx() {
         (Backend::Auto, Backend::Auto, None),
     ];
     for (local, remote, refused) in cases {
-        let made = |cluster, backend| {
-            let mut config = config(cluster, Way::Fabric);
-            (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
-            open(config, Way::Fabric)
-        };
+        let made = |cluster, backend| open(backed(cluster, backend), Way::Fabric);
         let both_choose = (local, remote) == (Backend::Auto, Backend::Auto);
         let (local, remote) = (made(1, local), made(2, remote));
         match (link(&local, &remote), refused) {
@@ -228,9 +222,7 @@ fn both_sides_must_use_ucx() {
             (linked, _) => {
                 linked.unwrap();
                 super::check_pull(&local, &remote);
-                let link = local.stats().links.remove(0);
-                let fabric = link.paths.iter().any(|(name, path)| *name == "fabric" && path.bytes > 0);
-                assert_eq!(fabric, both_choose);
+                assert_eq!(fabric_moved(&local).0, both_choose);
             }
         }
     }
@@ -241,11 +233,14 @@ fn moved_by_ucx(local: &DataDist, remote: &DataDist) -> [(bool, Option<String>);
     link(local, remote).unwrap();
     super::check_pull(local, remote);
     super::check_pull(remote, local);
-    [local, remote].map(|engine| {
-        let link = engine.stats().links.remove(0);
-        let fabric = link.paths.iter().any(|(name, path)| *name == "fabric" && path.bytes > 0);
-        (fabric, link.sockets_reason)
-    })
+    [local, remote].map(fabric_moved)
+}
+
+/// Whether UCX has moved bytes over the only link of an engine, and why not.
+fn fabric_moved(engine: &DataDist) -> (bool, Option<String>) {
+    let link = engine.stats().links.remove(0);
+    let fabric = link.paths.iter().any(|(name, path)| *name == "fabric" && path.bytes > 0);
+    (fabric, link.sockets_reason)
 }
 
 /// Whether this host itself has a device, so that no engine behaves as without one.
@@ -267,10 +262,9 @@ fn auto_uses_ucx_if_both_hosts_have_a_device() {
             skipped("this host has an RDMA device");
             continue;
         }
-        let [local, remote] = [1, 2].map(|cluster| {
-            let mut config = config(cluster, Way::Fabric);
-            config.links.fabric.backend = Backend::Auto;
-            config.links.fabric.assume_device = devices[cluster as usize - 1];
+        let [local, remote] = [(1, devices[0]), (2, devices[1])].map(|(cluster, device)| {
+            let mut config = backed(cluster, Backend::Auto);
+            config.links.fabric.assume_device = device;
             open(config, Way::Fabric)
         });
         for ((by_ucx, reason), expected) in moved_by_ucx(&local, &remote).into_iter().zip(expected) {
@@ -295,8 +289,7 @@ fn other_version(version: [u8; 6]) -> PathBuf {
 fn auto_uses_sockets_if_versions_of_ucx_differ() {
     let file = other_version(*b"1.14.2");
     let made = |cluster, backend, library: Option<&PathBuf>| {
-        let mut config = config(cluster, Way::Fabric);
-        (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
+        let mut config = backed(cluster, backend);
         config.links.fabric.ucx_library = library.or(config.links.fabric.ucx_library.as_ref()).cloned();
         open(config, Way::Fabric)
     };
@@ -312,8 +305,7 @@ fn auto_uses_sockets_if_versions_of_ucx_differ() {
     // Either side may be the one that requires UCX.
     for [dialling, listening] in [[Backend::Ucx, Backend::Auto], [Backend::Auto, Backend::Ucx]] {
         let (local, remote) = (made(5, dialling, None), made(6, listening, Some(&file)));
-        let error = link(&local, &remote).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
+        let error = fails_with(link(&local, &remote), ErrorKind::LinkFailed);
         assert!(
             error.to_string().contains("this side moves bytes with UCX only, but the peer uses UCX"),
             "{error}"
@@ -337,17 +329,14 @@ fn an_offer_that_cannot_be_used_fails_the_link_if_ucx_is_named() {
         .into_iter()
         .flat_map(|backend| cases.iter().map(move |case| (backend, case)))
     {
-        let mut config = config(1, Way::Fabric);
-        (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
-        let engine = open(config, Way::Fabric);
+        let engine = open(backed(1, backend), Way::Fabric);
         let mut fake = Fake::new(2, 5);
         fake.token = super::TOKEN.into();
         let answer =
             LinkAnswer::Entered(EnteredLink { fabric: Some(offer.clone()), ..EnteredLink::default() });
         let (linked, _stream) = fake.linked_by(&engine, || fake.answers_link(&answer));
         if backend == Backend::Ucx {
-            let error = linked.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::LinkFailed, "{error}");
+            let error = fails_with(linked, ErrorKind::LinkFailed);
             assert!(error.to_string().contains(reason), "{error}");
         } else {
             linked.unwrap();
@@ -358,14 +347,12 @@ fn an_offer_that_cannot_be_used_fails_the_link_if_ucx_is_named() {
 #[test]
 fn an_engine_that_cannot_use_ucx_says_why() {
     let opened = |backend, change: &dyn Fn(&mut Config)| {
-        let mut config = config(1, Way::Fabric);
-        (config.links.fabric.backend, config.links.fabric.assume_device) = (backend, true);
+        let mut config = backed(1, backend);
         change(&mut config);
-        DataDist::open_over(config, Way::Fabric.devices(), Way::Fabric.transports())
+        try_open(config)
     };
     let missing = |config: &mut Config| config.links.fabric.ucx_library = Some("/nowhere/libucp.so.0".into());
-    let error = opened(Backend::Ucx, &missing).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::NotEnabled);
+    let error = fails_with(opened(Backend::Ucx, &missing), ErrorKind::NotEnabled);
     assert!(error.to_string().contains("/nowhere/libucp.so.0"), "{error}");
     let no_device = |config: &mut Config| config.links.fabric.assume_device = false;
     // A host with a device of its own uses it.

@@ -7,18 +7,20 @@ use std::thread;
 use std::time::Duration;
 
 use hmac::{Hmac, KeyInit, Mac};
-use llm_datadist_core::bindings::{DataDist, PeerAddress};
+use llm_datadist_core::bindings::{CacheLayout, DataDist, Geometry, PeerAddress};
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport};
+use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
-    self, Attach, Attached, BoundedBytes, Challenge, Confirm, EnteredLink, HANDSHAKE_LIMIT, HEADER, Hello,
-    LinkAnswer, MESSAGE_LIMIT, Party, Proof, Purpose, Request, RingAnswer, RingOffer, Timed, Welcome,
+    self, Attach, Attached, BoundedBytes, Challenge, Confirm, EnteredLink, EntryVersion, HANDSHAKE_LIMIT,
+    HEADER, Hello, LinkAnswer, MESSAGE_LIMIT, Party, Proof, Purpose, Reply, Request, RingAnswer, RingOffer,
+    Timed, Welcome, WireCache, WirePlan, WireTemplates,
 };
-use llm_datadist_core::{ClusterId, Result};
+use llm_datadist_core::{CacheDesc, CacheId, CacheKind, ClusterId, Placement, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub use crate::fixtures::soon;
-use crate::fixtures::{LONG, accepted};
+use crate::fixtures::{LONG, accepted, listed};
 
 pub fn say<T: Serialize>(stream: &Stream, message: &T) {
     // The other side may be gone; some tests rely on that.
@@ -35,11 +37,37 @@ pub fn hear_request(stream: &Stream) -> Result<Request> {
     hear(stream).map(|Timed { request, .. }: Timed<Request>| request)
 }
 
+/// Answers a request, which asks what a cache is.
+pub fn describe(call: &Stream, cache: WireCache) {
+    assert!(matches!(hear_request(call).unwrap(), Request::Describe { .. }), "not asked what it is");
+    say(call, &Reply::Described(cache));
+}
+
 pub fn hear<T: DeserializeOwned>(stream: &Stream) -> Result<T> {
     let (kind, body) = stream.receive(MESSAGE_LIMIT, Duration::ZERO, soon())?.ok_or_else(|| {
         llm_datadist_core::Error::new(llm_datadist_core::ErrorKind::NotLinked, "the stream ended")
     })?;
     protocol::open(kind, &body)
+}
+
+/// Describes a cache of this peer that the engine may access.
+pub fn described(cache: CacheId, desc: &CacheDesc, kind: CacheKind) -> WireCache {
+    let layout = CacheLayout { geometry: Geometry::new(desc).unwrap(), kind, placement: Placement::Device };
+    let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, cache, 0, layout);
+    record.accessible = true;
+    record
+}
+
+/// `len` bytes from `src` to `dst`.
+pub fn one_span(src: u64, dst: u64, len: u64) -> Span {
+    Span { src, dst, len, count: 1, src_step: 0, dst_step: 0 }
+}
+
+/// A plan from and to consecutive tensors from `first` on, each with these spans.
+pub fn plan_of(first: u32, num_tensors: u32, spans: &[Span]) -> WirePlan {
+    let steps = TensorSteps::consecutive(first);
+    let template = Template::new((0, 0), vec![(0, 0)], spans.to_vec());
+    WirePlan { num_tensors, src: steps, dst: steps, templates: WireTemplates(Ok(listed(vec![template]))) }
 }
 
 fn mac(token: &[u8], side: &[u8], hello: &[u8], nonce: [u8; 16], rest: &[u8]) -> [u8; 32] {
@@ -83,6 +111,14 @@ pub struct Fake {
 impl Fake {
     pub fn new(cluster: u64, instance: u64) -> Fake {
         Fake::at(&Tcp, &Address::Tcp("127.0.0.1:0".parse().unwrap()), cluster, instance)
+    }
+
+    /// Cluster 2, to which `engine` has linked, and the control stream.
+    pub fn linked_to(engine: &DataDist) -> (Fake, Stream) {
+        let fake = Fake::new(2, 1);
+        let (linked, control) = fake.linked_by(engine, || fake.linked());
+        linked.unwrap();
+        (fake, control)
     }
 
     /// Creates the same, which listens at `address`.

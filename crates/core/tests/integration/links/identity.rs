@@ -16,7 +16,8 @@ use llm_datadist_core::{CacheKind, ClusterId, ErrorKind, Result};
 
 use super::fake_peer::{Fake, hear, say, soon, welcome_mac};
 use super::{
-    Held, LONG, Way, check_pull, config, device, eventually, link, of, open, pull_slot, row, unlink,
+    Held, LONG, Way, check_pull, config, device, eventually, fails_with, link, of, open, pull_slot, row,
+    unlink,
 };
 use crate::{emulation, log};
 
@@ -33,8 +34,7 @@ fn host() -> String {
 }
 
 fn check_refused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
-    let refused = result.unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+    let refused = fails_with(result, ErrorKind::LinkFailed);
     assert!(refused.to_string().contains(why), "{refused}");
 }
 

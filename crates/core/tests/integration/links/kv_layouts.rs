@@ -1,14 +1,19 @@
 //! Pulls and pushes between KV layouts: every element arrives where its layout has it, and no other byte changes.
+//!
+//! `crate::kv_layouts` and `tests/native/test_layouts.py` cover layouts that do not fit.
 
 use std::ops::Range;
 
-use llm_datadist_core::bindings::{CallExtras, DataDist, GroupMember, Layers, Name, RemoteName, Rows, Side};
+use llm_datadist_core::bindings::{CallExtras, DataDist, GroupMember, Name, RemoteName, Rows, Side};
 use llm_datadist_core::{
     CacheDesc, CacheKind, DataType, ErrorKind, KvLayout, KvPlanes, Result, TokenOrder, Verify,
 };
 
 use super::asynchronous::outcome;
-use super::{Held, LONG, Pair, WAYS, Way, device, of, request, row, times};
+use super::{
+    Held, LONG, Pair, WAYS, Way, block_rows, device, fails_with, member, of, pulling, pushing, request, row,
+    times, verified,
+};
 use crate::fixtures::{Chance, kv_layout};
 use crate::kv_layouts::{Element, heads_of_rank, index_of, num_tensors, row_elements};
 
@@ -153,17 +158,7 @@ fn sequence(remote: &Rank, local: &Rank, tokens: Option<(u64, u64, u64)>) -> Row
 }
 
 fn owner(remote: &Rank, local: &Rank, rows: Rows) -> GroupMember {
-    GroupMember {
-        remote: of(2, row(&remote.held, 0)),
-        local: local.held.end(),
-        rows,
-        layers: Layers::ALL,
-        grant: None,
-    }
-}
-
-fn full() -> CallExtras {
-    CallExtras { verify: Some(Verify::Full), ..CallExtras::default() }
+    member(of(2, row(&remote.held, 0)), &local.held, rows)
 }
 
 /// Random ranges of tokens that both sides can hold: the first token of each, and their number.
@@ -201,8 +196,10 @@ fn several_owners_fill_any_other_layout() {
                 .iter()
                 .map(|remote| owner(remote, &into, sequence(remote, &into, Some(tokens))))
                 .collect();
-            let call =
-                pair.local.transfer_group(Side::Destination, members, true, full(), Some(LONG)).unwrap();
+            let call = pair
+                .local
+                .transfer_group(Side::Destination, members, true, verified(Verify::Full), Some(LONG))
+                .unwrap();
             outcome(&call).unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             into.check(before, tokens, |_| true);
             owners.iter().for_each(|owner| owner.held.free(&pair.remote));
@@ -230,11 +227,8 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
             let before = near.clear();
             let (remote, local) = (far.blocks.clone(), near.blocks.clone());
             let rows = Rows::Sequence { remote, local, local_tokens: Some(0..all.2), remote_tokens: None };
-            let from = of(2, row(&far.held, 0));
-            pair.local
-                .transfer(Side::Destination, from, &near.held.end(), (rows.clone(), Layers::ALL), full())
-                .run()
-                .unwrap();
+            let name = of(2, row(&far.held, 0));
+            pulling(&pair.local, name, &near.held, rows, verified(Verify::Full)).run().unwrap();
             near.check(before, all, |_| true);
 
             near.fill();
@@ -246,66 +240,22 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
                 local_tokens: Some(from..from + count),
                 remote_tokens: Some(to..to + count),
             };
-            let into = of(2, row(&far.held, 0));
-            pair.local
-                .transfer(Side::Source, into, &near.held.end(), (rows.clone(), Layers::ALL), full())
-                .run()
-                .unwrap();
+            pushing(&pair.local, &near.held, name, rows, verified(Verify::Full)).run().unwrap();
             let holds =
                 |(layer, _, _, head, _): &Element| part.layers.contains(layer) && part.heads.contains(head);
             far.check(before, (from, to, count), holds);
-            near.held.free(&pair.local);
-            far.held.free(&pair.remote);
+            pair.free(&near.held, &far.held);
         }
     }
 }
 
-/// A pull of the blocks of `far` into those of `near`.
-fn pull(pair: &Pair, far: &Rank, near: &Rank, extras: CallExtras) -> Result<()> {
-    let rows = Rows::Blocks { remote: far.blocks.clone(), local: near.blocks.clone() };
-    pair.local
-        .transfer(Side::Destination, of(2, row(&far.held, 0)), &near.held.end(), (rows, Layers::ALL), extras)
-        .run()
+/// Pulls `rows` of `far` into `near`.
+fn pull(pair: &Pair, far: &Rank, near: &Rank, rows: Rows) -> Result<()> {
+    pulling(&pair.local, of(2, row(&far.held, 0)), &near.held, rows, CallExtras::default()).run()
 }
 
 pub(super) fn good() -> KvLayout {
     KvLayout { model: "m".into(), ..kv_layout(4, 4, 5, 4) }
-}
-
-#[test]
-fn layouts_that_do_not_fit_are_refused_before_any_byte_moves() {
-    type Change = fn(&mut KvLayout);
-    let cases: [(Change, &[&str]); 6] = [
-        (|layout| layout.model = "other".into(), &["model differs", "model \"m\"", "model \"other\""]),
-        (|layout| layout.head_dim = 10, &["head_dim differs", "head_dim 5", "head_dim 10"]),
-        (|layout| layout.total_heads = 8, &["total_heads differs", "of 4", "of 8"]),
-        (
-            |layout| (layout.kv, layout.heads, layout.total_heads) = (KvPlanes::Latent, 0..1, 1),
-            &["kv differs", "kv separate", "kv latent"],
-        ),
-        (|layout| layout.heads = 1..4, &["heads=0..4", "src=1..4"]),
-        (|layout| layout.layers = 1..5, &["layers=0..4", "src=1..5"]),
-    ];
-    for way in WAYS {
-        let pair = Pair::new(way);
-        let near = Rank::new(&pair.local, good(), 3, vec![2, 0]);
-        let before = near.clear();
-        for (change, facts) in cases {
-            let mut layout = good();
-            change(&mut layout);
-            let far = Rank::new(&pair.remote, layout, 3, vec![1, 2]);
-            let error = pull(&pair, &far, &near, CallExtras::default()).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            facts.iter().for_each(|fact| assert!(error.to_string().contains(fact), "{error} lacks {fact}"));
-        }
-        let mut desc = described(&good(), 3, 0);
-        desc.data_type = DataType::Uint8;
-        let held = Held::new(&pair.remote, false, &desc, CacheKind::Blocks, &[]);
-        let far = Rank::of(held, good(), vec![1, 2]);
-        let error = pull(&pair, &far, &near, CallExtras::default()).unwrap_err();
-        assert!(error.to_string().contains("data_type differs (src=DT_UINT8"), "{error}");
-        assert!(near.held.read() == before);
-    }
 }
 
 #[test]
@@ -324,15 +274,13 @@ fn rows_move_only_if_both_caches_or_neither_have_a_layout() {
         ] {
             far.fill();
             let before = near.clear();
-            let error = pull(&pair, &far, &near, CallExtras::default()).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            let rows = block_rows(&far.blocks, &near.blocks);
+            let error = fails_with(pull(&pair, &far, &near, rows), ErrorKind::InvalidArgument);
             assert!(error.to_string().contains(which), "{error}");
             assert!(near.held.read() == before);
         }
         let (near, far) = (plain(&pair.local), plain(&pair.remote));
-        let rows = sequence(&far, &near, Some((0, 0, 3)));
-        let error =
-            pair.local.pull(of(2, row(&far.held, 0)), &near.held.end(), rows, Layers::ALL).run().unwrap_err();
+        let error = pull(&pair, &far, &near, sequence(&far, &near, Some((0, 0, 3)))).unwrap_err();
         assert!(error.to_string().contains("a range of tokens needs caches with KV layouts"), "{error}");
     }
 }
@@ -351,17 +299,10 @@ fn a_head_that_nobody_owns_is_named_before_any_byte_moves() {
         let owners = [part(0..2), part(3..4)];
         let pull = |owners: &[Rank]| {
             let members = owners.iter().map(|far| owner(far, &near, sequence(far, &near, None))).collect();
-            let call = pair.local.transfer_group(
-                Side::Destination,
-                members,
-                true,
-                CallExtras::default(),
-                Some(LONG),
-            );
-            outcome(&call.unwrap())
+            let extras = CallExtras::default();
+            outcome(&pair.local.transfer_group(Side::Destination, members, true, extras, None).unwrap())
         };
-        let error = pull(&owners).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        let error = fails_with(pull(&owners), ErrorKind::InvalidArgument);
         assert!(error.to_string().contains("no owner holds head 2 of layer 0"), "{error}");
         // The blocks of the last owner do not fit.
         let mut owners = [part(0..2), part(2..4)];
@@ -392,10 +333,7 @@ fn a_slot_is_converted_and_its_key_is_used_up_by_a_pull_of_everything() {
         for (near, keys_left) in [(&half, 1), (&whole, 0)] {
             let before = near.clear();
             let rows = Rows::SlotToBlocks { local: near.blocks.clone() };
-            pair.local
-                .transfer(Side::Destination, from, &near.held.end(), (rows, Layers::ALL), full())
-                .run()
-                .unwrap();
+            pulling(&pair.local, from, &near.held, rows, verified(Verify::Full)).run().unwrap();
             near.check(before, (0, 0, 12), |_| true);
             assert_eq!(pair.remote.stats().table.keys, keys_left, "{way:?}");
         }
@@ -414,11 +352,8 @@ fn a_part_of_a_slot_is_not_converted() {
         });
     far.fill();
     let before = near.clear();
-    let pull = |size| {
-        pair.local.pull(of(2, row(&far.held, 0)), &near.held.end(), Rows::slot(0, size), Layers::ALL).run()
-    };
-    let error = pull(20).unwrap_err();
+    let error = pull(&pair, &far, &near, Rows::slot(0, 20)).unwrap_err();
     assert!(error.to_string().contains("size must be -1 and both offsets 0 (size=20"), "{error}");
-    pull(-1).unwrap();
+    pull(&pair, &far, &near, Rows::slot(0, -1)).unwrap();
     near.check(before, (0, 0, 4), |_| true);
 }

@@ -6,16 +6,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use llm_datadist_core::bindings::{
-    CacheTask, DataDist, Destination, Geometry, LayerRange, LayerwiseArgs, Outcome, Target,
+    CacheTask, DataDist, Destination, LayerRange, LayerwiseArgs, Outcome, Target,
 };
-use llm_datadist_core::testing::model::{AddressLocation, CacheLayout};
+use llm_datadist_core::testing::model::AddressLocation;
 use llm_datadist_core::testing::net::Stream;
-use llm_datadist_core::testing::protocol::{
-    EntryVersion, HEADER, MAX_ADDRS, Reply, Request, WireCache, decode, encode,
-};
-use llm_datadist_core::{CacheDesc, CacheId, CacheKind, ClusterId, Deadline, Error, ErrorKind, Placement};
+use llm_datadist_core::testing::protocol::{HEADER, MAX_ADDRS, Reply, Request, decode, encode};
+use llm_datadist_core::{CacheDesc, CacheId, CacheKind, ClusterId, Deadline, Error, ErrorKind};
 
-use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
+use super::fake_peer::{Fake, ask, described, hear, hear_request, say, soon};
 use super::{Held, LONG, Way, config, device, open, pairs, row};
 use crate::counting_allocator::peak;
 use crate::fixtures::{Buffer, adopt};
@@ -125,12 +123,8 @@ fn addresses_may_lie_anywhere_in_a_tensor() {
 #[test]
 fn wrong_locations_from_a_peer_fail_the_transfer() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
-    let fake = Fake::new(2, 1);
     let source = Held::pool(&local, &device(4, 1, 100), Batch);
-    let geometry = Geometry::new(&device(4, 1, 200)).unwrap();
-    let layout = CacheLayout { geometry, kind: Batch, placement: Placement::Device };
-    let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(7), 0, layout);
-    record.accessible = true;
+    let record = described(CacheId(7), &device(4, 1, 200), Batch);
     let spot = |cache, tensor, offset| AddressLocation { cache: CacheId(cache), tensor, offset };
     let first = spot(7, 0, 0);
     let [before_last, last] = [u32::MAX - 1, u32::MAX].map(|tensor| spot(7, tensor, 0));
@@ -158,8 +152,7 @@ fn wrong_locations_from_a_peer_fail_the_transfer() {
                 say(&stream, &reply);
             }
         };
-        let (linked, _control) = fake.linked_by(&local, || fake.linked());
-        linked.unwrap();
+        let (fake, _control) = Fake::linked_to(&local);
         let task = thread::scope(|scope| {
             scope.spawn(|| serve(fake.greet().0));
             let aim = to(2, Target::Addresses(vec![1, 2, 3, 4]), 2);

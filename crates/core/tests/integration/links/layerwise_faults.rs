@@ -9,10 +9,10 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{
-    CacheTask, CopyArgs, DataDist, Destination, End, Layers, Name, Outcome, Rows, Target,
+    CacheTask, CopyArgs, DataDist, Destination, Layers, Name, Outcome, Rows, Target,
 };
 use llm_datadist_core::testing::device::HostReach;
-use llm_datadist_core::{CacheId, CacheKind, ClusterId, Error, ErrorKind, Placement};
+use llm_datadist_core::{CacheKind, ClusterId, Error, ErrorKind, Placement};
 
 use super::broken_streams::{Fixture, faults};
 use super::layerwise::{
@@ -238,8 +238,7 @@ fn closing_the_engine_ends_its_transfers() {
 #[test]
 fn end_transfers_ends_a_task_that_waits_for_a_layer() {
     let pair = Pair::new(Way::Local);
-    let [source, into] =
-        [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &device(4, 1, 500), Batch));
+    let [source, into] = pair.pools(&device(4, 1, 500), Batch);
     let aims = [to(2, named(&into), 2)];
     let task = start(&pair.local, &source, &SLOTS, &aims);
     send(&task, 0);
@@ -248,20 +247,6 @@ fn end_transfers_ends_a_task_that_waits_for_a_layer() {
     assert_eq!(failure(&task, 0).kind(), ErrorKind::Closed);
     let late = pair.local.transfer_async(&source.end(), &SLOTS, aims.to_vec(), None);
     assert_eq!(late.unwrap_err().kind(), ErrorKind::Closed);
-}
-
-#[test]
-fn missing_source_fails_every_destination() {
-    let pair = Pair::new(Way::Local);
-    let into = Held::pool(&pair.remote, &device(4, 1, 500), Batch);
-    let aims = vec![to(2, named(&into), u32::MAX), to(9, named(&into), 1)];
-    let task = pair.local.transfer_async(&End::Managed(CacheId(99)), &SLOTS, aims, Some(LONG)).unwrap();
-    assert!(task.layers().is_empty());
-    wait(&task);
-    for at in 0..2 {
-        let error = failure(&task, at);
-        assert_eq!((error.kind(), error.fact("cache_id")), (ErrorKind::CacheNotFound, Some("99")), "{error}");
-    }
 }
 
 /// The transfer keeps the cache with which it began, even if its key then names another cache or the cache is freed.

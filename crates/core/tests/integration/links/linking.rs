@@ -17,8 +17,8 @@ use rustix::net::{Shutdown, shutdown};
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::identity::answers;
 use super::{
-    Held, LONG, Pair, WAYS, Way, address, check_pull, config, device, eventually, link, of, open, pull_slot,
-    row, times, unlink,
+    Held, LONG, Pair, TOKEN, WAYS, Way, address, check_pull, config, device, eventually, fails_with, link,
+    of, open, open_with, pull_slot, row, times, unlink,
 };
 use crate::child_process::{self, report};
 use crate::log;
@@ -33,11 +33,8 @@ fn kind_of(result: Result<()>) -> ErrorKind {
 #[test]
 fn links_are_made_and_ended_by_either_side() {
     for (way, both_ways) in WAYS.into_iter().flat_map(|way| [(way, false), (way, true)]) {
-        let [local, remote] = [1, u64::MAX].map(|cluster| {
-            let mut config = config(cluster, way);
-            config.links.both_ways = both_ways;
-            open(config, way)
-        });
+        let [local, remote] =
+            [1, u64::MAX].map(|cluster| open_with(cluster, way, |config| config.links.both_ways = both_ways));
         let counts = || [local.stats().links.len(), remote.stats().links.len()];
         assert_eq!(kind_of(local.remap()), ErrorKind::NotLinked);
         assert!(local.link_clusters(&[], LONG).is_empty());
@@ -80,16 +77,12 @@ fn cluster_id_passes_to_another_process_once_its_owner_has_gone() {
         let at = remote.listening();
         drop(remote);
         eventually("the end of the link", || local.stats().links.is_empty());
-        let why = local.check_link(ClusterId(2)).unwrap_err();
-        assert_eq!(why.kind(), ErrorKind::NotLinked);
+        let why = fails_with(local.check_link(ClusterId(2)), ErrorKind::NotLinked);
         assert!(why.to_string().contains("the peer was closed"), "{why}");
-        let mut again = config(2, way);
-        again.links.listen = at;
-        let remote = open(again, way);
+        let remote = open_with(2, way, |config| config.links.listen = at);
         link(&local, &remote).unwrap();
         let second = open(config(1, way), way);
-        let refused = link(&second, &remote).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        let refused = fails_with(link(&second, &remote), ErrorKind::LinkFailed);
         assert!(refused.to_string().contains("two processes cannot share an id"), "{refused}");
         assert_eq!(remote.stats().links.len(), 1);
         check_pull(&local, &remote);
@@ -104,10 +97,8 @@ fn cluster_id_passes_to_another_process_once_its_owner_has_gone() {
 #[test]
 fn unlinking_from_a_failing_peer_ends_the_link_here() {
     let engine = open(config(1, Way::Tcp), Way::Tcp);
-    let fake = Fake::new(2, 1);
     for (closes, expected) in [(true, ErrorKind::UnlinkFailed), (false, ErrorKind::Timeout)] {
-        let (linked, _control) = fake.linked_by(&engine, || fake.linked());
-        linked.unwrap();
+        let (fake, _control) = Fake::linked_to(&engine);
         thread::scope(|scope| {
             let peer = scope.spawn(|| {
                 let (call, purpose) = fake.greet();
@@ -128,9 +119,7 @@ fn unlinking_from_a_failing_peer_ends_the_link_here() {
 
 #[test]
 fn unauthenticated_connections_are_refused() {
-    let mut settings = config(1, Way::Tcp);
-    settings.links.token = Some(Token::new("sixteen letters or more"));
-    let engine = open(settings, Way::Tcp);
+    let engine = open_with(1, Way::Tcp, |config| config.links.token = Some(Token::new(TOKEN)));
     let frames: [&[u8]; 7] = [
         b"GET / HTTP/1.1\r\n\r\n",
         b"LD\x01\x01\x04\0\0\0abcd",
@@ -153,7 +142,7 @@ fn unauthenticated_connections_are_refused() {
     let fake = Fake::new(9, 1);
     let link = Purpose::Link { link: 5, comm: None, probe_local: false, ensure: false };
     assert_eq!(fake.dial(&engine, link.clone()).unwrap_err().kind(), ErrorKind::LinkFailed);
-    let _link = fake.dial_with(&engine, b"sixteen letters or more", link).unwrap();
+    let _link = fake.dial_with(&engine, TOKEN.as_bytes(), link).unwrap();
     assert!(fake.call(&engine, 5).is_err());
 }
 
@@ -306,20 +295,15 @@ fn a_goodbye_that_is_read_late_counts() {
 #[test]
 fn a_peer_that_no_longer_listens_cannot_be_called() {
     let engine = open(config(1, Way::Tcp), Way::Tcp);
-    let fake = Fake::new(2, 1);
-    let (linked, _control) = fake.linked_by(&engine, || fake.linked());
-    linked.unwrap();
+    let (fake, _control) = Fake::linked_to(&engine);
     drop(fake);
-    let error = engine.check_link(ClusterId(2)).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
+    let error = fails_with(engine.check_link(ClusterId(2)), ErrorKind::NotLinked);
     assert!(error.to_string().contains("cannot be reached"), "{error}");
 }
 
 #[test]
 fn a_silent_link_is_replaced() {
-    let mut short = config(1, Way::Tcp);
-    short.links.heartbeat = Duration::from_millis(400);
-    let engine = open(short, Way::Tcp);
+    let engine = open_with(1, Way::Tcp, |config| config.links.heartbeat = Duration::from_millis(400));
     let fake = Fake::new(2, 1);
     let links = [(); 2].map(|()| fake.linked_by(&engine, || fake.linked()));
     assert!(links.iter().all(|(linked, _)| linked.is_ok()));
@@ -329,9 +313,9 @@ fn a_silent_link_is_replaced() {
 /// A control message may arrive in pieces. Half a message does not count as a sign of life.
 #[test]
 fn half_a_control_message_is_no_sign_of_life() {
-    let mut short = config(1, Way::Tcp);
-    (short.links.heartbeat, short.links.silence) = (Duration::from_millis(50), Duration::from_secs(2));
-    let engine = open(short, Way::Tcp);
+    let engine = open_with(1, Way::Tcp, |config| {
+        (config.links.heartbeat, config.links.silence) = (Duration::from_millis(50), Duration::from_secs(2));
+    });
     let control = Fake::new(2, 1).link(&engine, 7).unwrap();
     let ping = encode(&ControlMessage::Ping).unwrap();
     control.send(&ping[..3], soon()).unwrap();

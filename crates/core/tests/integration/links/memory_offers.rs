@@ -16,9 +16,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::process::{Resource, Rlimit, setrlimit};
 
 use super::fake_peer::{Fake, hear, say, soon};
-use super::{
-    Held, Pair, Ports, Way, config, eventually, link, of, open, pull_blocks, push_blocks, row, unlink,
-};
+use super::{Held, Pair, Ports, Way, eventually, link, of, open_with, pull_blocks, push_blocks, row, unlink};
 use crate::child_process::{self, report};
 use crate::emulation::{ADDRESS_SPACE_LIMITS, PROCESS_READS};
 use crate::fixtures::desc;
@@ -58,9 +56,7 @@ fn offered(engine: &DataDist, offer: &Attach, descriptors: &[OwnedFd]) -> (Attac
 }
 
 fn engine(change: impl Fn(&mut Config)) -> DataDist {
-    let mut config = config(1, Way::Local);
-    change(&mut config);
-    open(config, Way::Local)
+    open_with(1, Way::Local, change)
 }
 
 /// Generations as a peer would send them.
@@ -140,18 +136,17 @@ fn limited_address_space_is_not_filled_by_a_peer() {
 
 #[test]
 fn memory_of_all_peers_together_is_bounded_and_returns_with_its_link() {
-    let small = |cluster| {
-        let mut config = config(cluster, Way::Shm);
-        config.device_pool = Some(PoolConfig { memory_size: 64 * MIB, page_shift: 12 });
-        config.host_pool = None;
-        config
+    let small = |cluster, limit| {
+        open_with(cluster, Way::Shm, |config| {
+            config.device_pool = Some(PoolConfig { memory_size: 64 * MIB, page_shift: 12 });
+            config.host_pool = None;
+            config.links.remote_memory = limit;
+        })
     };
     // Room for the generations and pools of two peers, but not of three. None of them exceeds half of the limit.
     let each = Generations::BYTES + 64 * MIB;
-    let mut limited = small(1);
-    limited.links.remote_memory = Some(2 * each);
-    let local = open(limited, Way::Shm);
-    let peers: Vec<_> = (2..5).map(|cluster| open(small(cluster), Way::Shm)).collect();
+    let local = small(1, Some(2 * each));
+    let peers = [2, 3, 4].map(|cluster| small(cluster, None));
     // Returns how the pools of the latest link are read, and why not in place.
     let pools = |peer: &DataDist| {
         link(&local, peer).unwrap();

@@ -1,10 +1,12 @@
 //! Native engines have no number from their program: their incarnations are their cluster ids.
+//!
+//! `tests/native/test_peers.py` covers engines that restart.
 
 use std::net::SocketAddr;
 
 use llm_datadist_core::bindings::{
     CallExtras, Config, DataDist, Destination, GroupMember, LayerRange, LayerReceiver, Layers, LayerwiseArgs,
-    Role, Rows, Side, Target,
+    Role, Side, Target,
 };
 use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::{
@@ -14,7 +16,8 @@ use llm_datadist_core::{
 
 use super::asynchronous::outcome;
 use super::{
-    Held, LONG, Pair, WAYS, Way, check_pull, config, device, of, open, open_gated, pull_blocks, row,
+    Held, LONG, Pair, WAYS, Way, block_rows, check_pull, config, device, fails_with, member, of, open,
+    open_gated, pulling, row, verified,
 };
 use crate::fixtures::{Gated, eventually, kv_layout};
 
@@ -33,7 +36,9 @@ pub(super) fn native_pair(way: Way) -> Pair {
 fn peer(local: &DataDist, address: SocketAddr) -> PeerInfo {
     let call = local.ensure_link(address, LONG, None, WhileRefused::Retry).unwrap();
     outcome(&call).unwrap();
-    call.peer().expect("the peer of a success").clone()
+    let peer = call.peer().expect("the peer of a success").clone();
+    assert_eq!(peer.incarnation, peer.cluster.0);
+    peer
 }
 
 #[test]
@@ -44,55 +49,6 @@ fn a_native_configuration_has_no_cluster_id() {
     assert!(!Config::new(Role::Mix, ClusterId(1)).native);
     let [first, second] = [0, 1].map(|_| DataDist::open(Config::native()).unwrap().config().cluster.0);
     assert!(first != second && ![first, second].iter().any(|drawn| [0, u64::MAX].contains(drawn)));
-}
-
-/// A restarted engine is another cluster, so whatever names the dead one never reaches it.
-#[test]
-fn the_incarnation_of_a_native_engine_is_its_cluster_id() {
-    for way in WAYS {
-        let local = open(native(way), way);
-        let restarted = |address: Option<SocketAddr>| {
-            let mut config = native(way);
-            config.links.listen = address.or(config.links.listen);
-            open(config, way)
-        };
-        let into = Held::pool(&local, &device(2, 4, 64), CacheKind::Blocks);
-        let remote = restarted(None);
-        let (address, dead) = (remote.listening().unwrap(), remote.config().cluster);
-        let of_remote = Held::pool(&remote, &device(2, 4, 64), CacheKind::Blocks);
-        let bytes = of_remote.fill(3);
-        let found = peer(&local, address);
-        assert_eq!((found.cluster, found.incarnation), (dead, dead.0));
-        let name = row(&of_remote, 0);
-        pull_blocks(&local, of(dead.0, name), &into, &[0, 1, 2, 3], &[0, 1, 2, 3]).unwrap();
-        assert!(into.read() == bytes);
-        drop(of_remote);
-        drop(remote);
-        eventually("the end of the link", || local.peers().is_empty());
-        let remote = restarted(Some(address));
-        let of_remote = Held::pool(&remote, &device(2, 4, 64), CacheKind::Blocks);
-        let bytes = of_remote.fill(9);
-        let found = peer(&local, address);
-        assert_eq!((found.cluster, found.incarnation), (remote.config().cluster, remote.config().cluster.0));
-        assert_ne!(found.cluster, dead);
-        let gone = pull_blocks(&local, of(dead.0, name), &into, &[0], &[0]).unwrap_err();
-        assert_eq!(gone.kind(), ErrorKind::NotLinked);
-        pull_blocks(&local, of(found.cluster.0, name), &into, &[0, 1, 2, 3], &[0, 1, 2, 3]).unwrap();
-        assert!(into.read() == bytes, "{way:?}");
-    }
-}
-
-/// The program of a native engine polls, so it may do so for the first time after something has happened.
-#[test]
-fn events_of_a_native_engine_are_kept_from_the_start() {
-    let Pair { local, remote } = native_pair(Way::Tcp);
-    let cluster = remote.config().cluster;
-    drop(remote);
-    eventually("the end of the link", || local.peers().is_empty());
-    eventually("the news of it", || {
-        let events = local.poll(10).unwrap();
-        events.iter().any(|event| matches!(event, Event::LinkDown(end) if end.peer.cluster == cluster))
-    });
 }
 
 /// Ids that are drawn spread no readers over replicas: the order of the list decides.
@@ -107,26 +63,18 @@ fn a_native_engine_reads_the_first_of_equal_owners() {
         let replicas = [1, 2].map(|_| Held::pool(&remote, &desc, CacheKind::Blocks));
         for order in [[0, 1], [1, 0]] {
             let bytes = [0, 1].map(|at: usize| replicas[at].fill(3 + 50 * at as u8));
-            let owner = |at: usize, layers| GroupMember {
-                remote: of(remote.config().cluster.0, row(&replicas[at], 0)),
-                local: into.end(),
-                rows: Rows::Blocks { remote: vec![0, 1, 2], local: vec![0, 1, 2] },
-                layers,
-                grant: None,
+            let cluster = remote.config().cluster.0;
+            let owner = |at: usize| {
+                member(of(cluster, row(&replicas[at], 0)), &into, block_rows(&[0, 1, 2], &[0, 1, 2]))
             };
-            let owners = |layers| order.map(|at| owner(at, layers)).into();
-            outcome(
-                &local
-                    .transfer_group(Side::Destination, owners(Layers::ALL), true, CallExtras::default(), None)
-                    .unwrap(),
-            )
-            .unwrap();
+            let pull = |layers| {
+                let owners = order.map(|at| GroupMember { layers, ..owner(at) }).into();
+                local.transfer_group(Side::Destination, owners, true, CallExtras::default(), None)
+            };
+            outcome(&pull(Layers::ALL).unwrap()).unwrap();
             assert!(into.read() == bytes[order[0]], "{order:?}");
-            let one = LayerRange { first: 0, end: 1 };
-            let some = Layers { src: Some(one), dst: Some(one), tensors_per_layer: 2 };
-            let refused = local
-                .transfer_group(Side::Destination, owners(some), true, CallExtras::default(), None)
-                .unwrap_err();
+            let one = Some(LayerRange { first: 0, end: 1 });
+            let refused = pull(Layers { src: one, dst: one, tensors_per_layer: 2 }).unwrap_err();
             assert_eq!((refused.kind(), refused.fact("part")), (ErrorKind::InvalidArgument, Some("0")));
         }
     }
@@ -136,37 +84,21 @@ fn a_native_engine_reads_the_first_of_equal_owners() {
 #[test]
 fn the_parts_of_a_group_move_their_layers() {
     for way in WAYS {
-        let Pair { local, remote } = native_pair(way);
-        let [near, far] =
-            [&local, &remote].map(|engine| Held::pool(engine, &device(6, 2, 64), CacheKind::Blocks));
-        let cluster = remote.config().cluster.0;
+        let pair = native_pair(way);
+        let [near, far] = pair.pools(&device(6, 2, 64), CacheKind::Blocks);
+        let cluster = pair.remote.config().cluster.0;
         for pushes in [false, true] {
             let (ours, theirs) = (near.fill(1), far.fill(2));
-            let member = |src: u32, dst: u32, row_at: i64| GroupMember {
-                remote: of(cluster, row(&far, 0)),
-                local: near.end(),
-                rows: Rows::Blocks { remote: vec![row_at], local: vec![row_at] },
-                layers: Layers {
-                    src: Some(LayerRange { first: src, end: src + 1 }),
-                    dst: Some(LayerRange { first: dst, end: dst + 1 }),
-                    tensors_per_layer: 2,
-                },
-                grant: None,
+            let part = |src: u32, dst: u32, block: i64| {
+                let one = |first| Some(LayerRange { first, end: first + 1 });
+                let layers = Layers { src: one(src), dst: one(dst), tensors_per_layer: 2 };
+                let all = member(of(cluster, row(&far, 0)), &near, block_rows(&[block], &[block]));
+                GroupMember { layers, ..all }
             };
-            let members = vec![member(0, 2, 0), member(1, 0, 1)];
-            let (call, src, mut dst) = if pushes {
-                (
-                    local.transfer_group(Side::Source, members, false, CallExtras::default(), None),
-                    ours,
-                    theirs,
-                )
-            } else {
-                (
-                    local.transfer_group(Side::Destination, members, false, CallExtras::default(), None),
-                    theirs,
-                    ours,
-                )
-            };
+            let members = vec![part(0, 2, 0), part(1, 0, 1)];
+            let (side, src, mut dst) =
+                if pushes { (Side::Source, ours, theirs) } else { (Side::Destination, theirs, ours) };
+            let call = pair.local.transfer_group(side, members, false, CallExtras::default(), None);
             outcome(&call.unwrap()).unwrap();
             for (from, to, at) in [(0, 4, 0), (1, 5, 0), (2, 0, 1), (3, 1, 1)] {
                 dst[to][at * 64..(at + 1) * 64].copy_from_slice(&src[from][at * 64..(at + 1) * 64]);
@@ -186,9 +118,8 @@ fn an_unlink_needs_only_the_cluster() {
         [&local, &remote].map(|engine| Held::pool(engine, &device(2, 1, 64), CacheKind::Blocks));
     let bytes = source.fill(4);
     gate.shut();
-    let rows = Rows::Blocks { remote: vec![0], local: vec![0] };
-    let pull =
-        local.pull(of(found.cluster.0, row(&source, 0)), &into.end(), rows, Layers::ALL).start().unwrap();
+    let from = of(found.cluster.0, row(&source, 0));
+    let pull = local.pull(from, &into.end(), block_rows(&[0], &[0]), Layers::ALL).start().unwrap();
     gate.wait_for(1);
     let unlinked = local.start_unlink(found.cluster, false, None).unwrap();
     assert!(!unlinked.done() && !pull.done());
@@ -220,10 +151,9 @@ fn a_revocation_ends_when_its_reads_have_ended() {
     remote.renew(&grant, 2 * LONG).unwrap();
     let given = GrantUse { token: remote.grant_token(&grant), done: true };
     let pull = || {
-        let rows = Rows::Blocks { remote: vec![0], local: vec![0] };
         let extras = CallExtras { grant: Some(given), ..CallExtras::default() };
         let from = of(found.cluster.0, row(&source, 0));
-        local.transfer(Side::Destination, from, &into.end(), (rows, Layers::ALL), extras).start().unwrap()
+        pulling(&local, from, &into, block_rows(&[0], &[0]), extras).start().unwrap()
     };
     gate.shut();
     let read = pull();
@@ -268,11 +198,7 @@ fn a_push_of_layers_is_one_transfer_with_a_notification() {
         let into = [1, 2].map(|_| Held::pool(&remote, &device(6, 2, 64), CacheKind::Blocks));
         let (sent, before) = (source.fill(1), into.each_ref().map(|into| into.fill(2)));
         let receivers = || vec![receiver(cluster, &into[0], (0, 2)), receiver(cluster, &into[1], (1, 3))];
-        let extras = || CallExtras {
-            notify: Some(b"done".to_vec()),
-            verify: Some(Verify::Full),
-            ..CallExtras::default()
-        };
+        let extras = || CallExtras { notify: Some(b"done".to_vec()), ..verified(Verify::Full) };
         let task = local.begin_push(&source.end(), receivers(), None, extras()).unwrap();
         let transfer = task.transfer().clone();
         let messages = || {
@@ -318,8 +244,7 @@ fn a_push_of_layers_checks_its_arguments() {
         (vec![one.clone(), other], notify(1)),
         (vec![one.clone()], notify((64 << 10) + 1)),
     ] {
-        let refused = local.begin_push(&source.end(), receivers, None, extras).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{refused}");
+        fails_with(local.begin_push(&source.end(), receivers, None, extras), ErrorKind::InvalidArgument);
     }
     assert_eq!(local.events().open_transfers(), 0);
 }

@@ -3,18 +3,15 @@
 
 use std::ops::Range;
 
-use llm_datadist_core::bindings::{
-    CallExtras, DataDist, LayerRange, Layers, LayerwiseArgs, Name, Rows, Side, SubRow,
-};
+use llm_datadist_core::bindings::{DataDist, LayerRange, Layers, LayerwiseArgs, Name, Rows, Side, SubRow};
 use llm_datadist_core::testing::net::Tcp;
-use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
-use llm_datadist_core::testing::protocol::{NamedCache, Reply, Request, WirePlan, WireTemplates};
+use llm_datadist_core::testing::protocol::{NamedCache, Reply, Request};
 use llm_datadist_core::{CacheDesc, CacheKind, Verify};
 
-use super::fake_peer::{Fake, ask, hear};
+use super::fake_peer::{Fake, ask, hear, one_span, plan_of};
 use super::layerwise::{addressed, finish, is_done, named, start, to};
-use super::{Held, Pair, WAYS, device, of, row, times};
-use crate::fixtures::{Chance, listed};
+use super::{Held, Pair, WAYS, device, of, row, times, verified};
+use crate::fixtures::Chance;
 
 /// A cache, and where the rows of its tensors lie.
 struct Padded {
@@ -102,23 +99,20 @@ fn blocks_between_gaps_are_pulled_and_pushed() {
                 _ => random_part(&mut chance, row_bytes as u64),
             };
             let verify = [Verify::Off, Verify::Sample, Verify::Full][chance.below(3) as usize];
-            let extras = CallExtras { verify: Some(verify), ..CallExtras::default() };
             let (name, pulled) = (of(2, row(&there.held, 0)), chance.below(2) == 0);
             let (src, dst) = if pulled { (&there, &here) } else { (&here, &there) };
             let (bytes, mut expected) = (src.held.fill(1), dst.held.fill(2));
             naive((&bytes, src), (&mut expected, dst), &pairs, part, tensors);
-            if pulled {
-                let rows = Rows::SubRows { remote: reads, local: writes, part };
-                pair.local.transfer(Side::Destination, name, &here.held.end(), (rows, layers), extras).run()
+            let (side, rows) = if pulled {
+                (Side::Destination, Rows::SubRows { remote: reads, local: writes, part })
             } else {
-                let rows = Rows::SubRows { local: reads, remote: writes, part };
-                pair.local.transfer(Side::Source, name, &here.held.end(), (rows, layers), extras).run()
-            }
-            .unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
+                (Side::Source, Rows::SubRows { local: reads, remote: writes, part })
+            };
+            let moved = pair.local.transfer(side, name, &here.held.end(), (rows, layers), verified(verify));
+            moved.run().unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             assert!(dst.held.read() == expected, "{way:?}, round {round}, pulled {pulled}");
             assert!(src.held.read() == bytes, "{way:?}, round {round}");
-            here.held.free(&pair.local);
-            there.held.free(&pair.remote);
+            pair.free(&here.held, &there.held);
         }
     }
 }
@@ -149,8 +143,7 @@ fn slots_between_gaps_are_pulled_and_pushed() {
             naive((&expected, &here), (&mut there_expected, &there), &back, SubRow::default(), 0..sizes.0);
             pair.local.push(&here.held.end(), from, Rows::slot(written, -1), Layers::ALL).run().unwrap();
             assert!(there.held.read() == there_expected, "{way:?}, round {round}");
-            here.held.free(&pair.local);
-            there.held.free(&pair.remote);
+            pair.free(&here.held, &there.held);
         }
     }
 }
@@ -174,8 +167,7 @@ fn slots_are_cut_into_blocks_between_gaps() {
             let rows = Rows::SlotToBlocks { local: vec![5, 0, 8] };
             pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), rows, Layers::ALL).run().unwrap();
             assert!(here.held.read() == expected, "{way:?}");
-            here.held.free(&pair.local);
-            there.held.free(&pair.remote);
+            pair.free(&here.held, &there.held);
         }
     }
 }
@@ -212,8 +204,7 @@ fn layers_between_gaps_are_transferred() {
             finish(&task);
             assert!(is_done(&task, 0), "{way:?}, round {round}: {:?}", task.outcomes());
             assert!(there.held.read() == expected, "{way:?}, round {round}");
-            here.held.free(&pair.local);
-            there.held.free(&pair.remote);
+            pair.free(&here.held, &there.held);
         }
     }
 }
@@ -228,16 +219,7 @@ fn plans_that_leave_the_rows_are_refused() {
     let (_control, call) = Fake::new(1, 1).calling(&engine, &Tcp, 7);
     let id = held.cache.id();
     let cache = NamedCache { name: Name::Row { cache: id, row: 0 }, id };
-    let templates = |len: u64| {
-        let spans = vec![Span { src: 0, dst: 0, len, count: 1, src_step: 0, dst_step: 0 }];
-        WireTemplates(Ok(listed(vec![Template::new((0, 0), vec![(0, 0)], spans)])))
-    };
-    let plan = |first, num_tensors, len| WirePlan {
-        num_tensors,
-        src: TensorSteps::consecutive(first),
-        dst: TensorSteps::consecutive(first),
-        templates: templates(len),
-    };
+    let plan = |first, num_tensors, len| plan_of(first, num_tensors, &[one_span(0, 0, len)]);
     let read = |plan, bytes| Request::Read { cache, generation: None, plan, range: 0..bytes, summed: false };
     let write = |plan, bytes| Request::Write { cache, plan, range: 0..bytes, ahead: false, shared: None };
     let checksums = |first, num_tensors, len| Request::Checksums {

@@ -33,6 +33,22 @@ fn moved(pair: &Pair, call: &dyn Fn()) -> HashMap<&'static str, u64> {
     after
 }
 
+/// Pulls a slot, checks its bytes, and returns their paths.
+fn pulled(pair: &Pair, local: &Held, remote: &Held, seed: u8) -> HashMap<&'static str, u64> {
+    let source = remote.fill(seed);
+    let moved = moved(pair, &|| pull_slot(&pair.local, of(2, row(remote, 0)), local).unwrap());
+    assert!(local.read() == source, "pulled by {moved:?}");
+    moved
+}
+
+/// The same for a push.
+fn pushed(pair: &Pair, local: &Held, remote: &Held, seed: u8) -> HashMap<&'static str, u64> {
+    let source = local.fill(seed);
+    let moved = moved(pair, &|| push_slot(&pair.local, local, 0, of(2, row(remote, 0))).unwrap());
+    assert!(remote.read() == source, "pushed by {moved:?}");
+    moved
+}
+
 /// Returns whether reads by process id work here. Otherwise the owner sends the bytes.
 fn reads_by_process() -> bool {
     PROCESS_READS.missing().is_none()
@@ -70,26 +86,18 @@ fn bytes_take_the_path_of_their_memory_and_stats_show_it() {
             let local = here.held(&pair.local, (2, 1, 96), CacheKind::Batch, &[]);
             let remote = there.held(&pair.remote, (2, 1, 96), CacheKind::Batch, &[]);
             let expected = |path, staged: bool| {
-                let mut expected = HashMap::from([(path, BYTES)]);
-                if staged {
-                    expected.insert("staged", BYTES);
-                }
-                expected
+                let staged = staged.then_some(("staged", BYTES));
+                [(path, BYTES)].into_iter().chain(staged).collect::<HashMap<_, _>>()
             };
-            let source = remote.fill(1);
-            let pulled = moved(&pair, &|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
-            assert_eq!(pulled, expected(path_from(way, there, here), on_device(way, here)), "pull, {what}");
-            assert!(local.read() == source, "{what}");
-            let source = local.fill(2);
-            let pushed = moved(&pair, &|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
-            assert_eq!(pushed, expected(path_from(way, here, here), on_device(way, here)), "push, {what}");
-            assert!(remote.read() == source, "{what}");
+            let pull = expected(path_from(way, there, here), on_device(way, here));
+            assert_eq!(pulled(&pair, &local, &remote, 1), pull, "pull, {what}");
+            let push = expected(path_from(way, here, here), on_device(way, here));
+            assert_eq!(pushed(&pair, &local, &remote, 2), push, "push, {what}");
             if way.has_fabric() && there.registered {
                 pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap();
                 assert!(link(&pair).sockets_reason.unwrap().contains("only pools"), "{what}");
             }
-            local.free(&pair.local);
-            remote.free(&pair.remote);
+            pair.free(&local, &remote);
         }
         for (path, state) in link(&pair).paths.iter().filter(|(_, state)| state.transfers > 0) {
             let (rules, transfers): (Vec<_>, Vec<_>) = state.rules.clone().into_iter().unzip();
@@ -131,24 +139,14 @@ fn rings_carry_short_transfers_of_registered_memory() {
     for way in [Way::Shm, Way::ShmDevice] {
         let pair = Pair::new(way);
         for (bytes, path) in [(64, "rings"), (MAX_OVER_RINGS, "rings"), (MAX_OVER_RINGS + 1, long)] {
-            let shape = device(1, 1, bytes);
-            let [local, remote] = [&pair.local, &pair.remote]
-                .map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
+            let [local, remote] = pair.registered(&device(1, 1, bytes), CacheKind::Batch);
             let expected = HashMap::from([(path, bytes as u64)]);
             for seed in 0..4 {
-                let source = remote.fill(seed);
-                let pulled =
-                    moved(&pair, &|| pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap());
-                assert_eq!(pulled, expected, "{way:?}, pull of {bytes}");
-                assert!(local.read() == source, "{way:?}, {bytes}");
-                let source = local.fill(seed + 4);
-                let pushed =
-                    moved(&pair, &|| push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap());
-                assert_eq!(pushed, expected, "{way:?}, push of {bytes}");
-                assert!(remote.read() == source, "{way:?}, {bytes}");
+                let what = format!("{way:?}, {bytes} bytes");
+                assert_eq!(pulled(&pair, &local, &remote, seed), expected, "pull, {what}");
+                assert_eq!(pushed(&pair, &local, &remote, seed + 4), expected, "push, {what}");
             }
-            local.free(&pair.local);
-            remote.free(&pair.remote);
+            pair.free(&local, &remote);
         }
         assert_eq!(link(&pair).sockets_reason.is_none(), reads_by_process(), "{way:?}");
     }
@@ -176,9 +174,8 @@ fn rings_carry_no_part_of_a_long_transfer() {
         let local = described(&pair.local, KvPlanes::KThenV);
         let remote = described(&pair.remote, KvPlanes::Separate);
         let name = of(2, row(&remote, 0));
-        let rows = || Rows::Blocks { local: vec![0], remote: vec![0] };
-        let pull = || pair.local.pull(name, &local.end(), rows(), Layers::ALL).run().unwrap();
-        let push = || pair.local.push(&local.end(), name, rows(), Layers::ALL).run().unwrap();
+        let pull = || pull_blocks(&pair.local, name, &local, &[0], &[0]).unwrap();
+        let push = || push_blocks(&pair.local, &local, &[0], name, &[0]).unwrap();
         let expected = HashMap::from([(path, 2 * u64::from(plane_bytes))]);
         // The first call opens a stream with rings.
         pull();
@@ -188,8 +185,7 @@ fn rings_carry_no_part_of_a_long_transfer() {
         let source = local.fill(2);
         assert_eq!(moved(&pair, &push), expected, "push");
         assert!(remote.read().concat() == source[0]);
-        local.free(&pair.local);
-        remote.free(&pair.remote);
+        pair.free(&local, &remote);
     }
 }
 
@@ -199,9 +195,7 @@ fn rings_carry_no_part_of_a_long_transfer() {
 fn only_short_pulls_wait_for_rows_that_the_owner_uses() {
     let pair = Pair::new(Way::Shm);
     for (bytes, waits) in [(512 << 10, true), (3 << 20, !reads_by_process())] {
-        let shape = device(1, 1, bytes);
-        let [local, remote] =
-            [&pair.local, &pair.remote].map(|engine| Held::new(engine, true, &shape, CacheKind::Batch, &[]));
+        let [local, remote] = pair.registered(&device(1, 1, bytes), CacheKind::Batch);
         let from = of(2, row(&remote, 0));
         pull_slot(&pair.local, from, &local).unwrap();
         let source = remote.fill(3);

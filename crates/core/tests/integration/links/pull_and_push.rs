@@ -3,21 +3,18 @@
 //! `tests/test_pull.py`, `tests/test_push.py` and `tests/test_cpp.py` cover layouts and refusals between
 //! processes; `broken_streams` and `races` cover failures.
 
-use llm_datadist_core::bindings::{
-    CacheKey, CacheLayout, CallExtras, Geometry, LayerRange, Layers, Name, Rows, Side, Target,
-};
+use llm_datadist_core::bindings::{CacheKey, LayerRange, Layers, Name, Rows, Target};
 use llm_datadist_core::testing::model::GrantId;
 use llm_datadist_core::testing::net::{Address, Unix};
-use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache};
-use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Deadline, ErrorKind, GrantToken, GrantUse, Placement, WhileRefused,
-};
+use llm_datadist_core::testing::protocol::{Reply, Request, WireCache};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, Deadline, ErrorKind, GrantToken, Placement};
 
-use super::fake_peer::{Fake, hear_request, say};
+use super::asynchronous::outcome;
+use super::fake_peer::{Fake, described, hear_request, say};
 use super::layerwise::{blocks, to};
 use super::{
-    Held, LONG, Pair, Way, config, device, each, of, open, pairs, pull_blocks, push_blocks, push_slot,
-    request, row,
+    Held, LONG, Pair, Way, block_rows, config, device, each, fails_with, of, open, pairs, pull_blocks,
+    pulling, push_blocks, push_slot, request, row, under,
 };
 use crate::fixtures::{Own, desc};
 
@@ -39,8 +36,8 @@ enum Call {
     Push,
 }
 
-/// Slots arrive, named by key or by id. A call with every tensor of an allocated slot releases its key;
-/// contract §17.4 states this for pushes.
+/// Slots arrive, named by key or by id, by calls that wait and by calls that are started. A call with every tensor of an
+/// allocated slot releases its key; contract §17.4 states this for pushes.
 #[test]
 fn slots_arrive() {
     use Call::{Pull, Push};
@@ -57,8 +54,9 @@ fn slots_arrive() {
     ];
     each(|one_sided, pair, local, remote| {
         let calls = cases.iter().flat_map(|case| case.2.iter().map(move |call| (case, *call)));
-        for (&(from, to, _, layers, (src, dst, count)), call) in calls {
-            let what = format!("{call:?}, {from} to {to}");
+        let both_ways = calls.flat_map(|call| [(call, false), (call, true)]);
+        for ((&(from, to, _, layers, (src, dst, count)), call), starts) in both_ways {
+            let what = format!("{call:?}, {from} to {to}, started {starts}");
             let (ends, memory) = match call {
                 Pull(_) => ([&pair.remote, &pair.local], [remote, local]),
                 Push => ([&pair.local, &pair.remote], [local, remote]),
@@ -76,24 +74,30 @@ fn slots_arrive() {
                 let slot = &bytes[src + tensor][from..][..len];
                 expected[dst + tensor][2 * to..][..len].copy_from_slice(slot);
             }
-            let result = match call {
+            let moves = match call {
                 Pull(size) => {
                     let name = if size == -1 { Name::Key(request(2)) } else { row(&source, 1) };
-                    let rows = Rows::slot(2, size);
-                    pair.local.pull(of(2, name), &into.end(), rows.clone(), layers).run()
+                    pair.local.pull(of(2, name), &into.end(), Rows::slot(2, size), layers)
                 }
                 Push => {
-                    let missing = push_slot(&pair.local, &source, 0, of(2, row(&into, 9))).unwrap_err();
-                    assert_eq!(missing.kind(), ErrorKind::InvalidArgument);
+                    let missing = fails_with(
+                        push_slot(&pair.local, &source, 0, of(2, row(&into, 9))),
+                        ErrorKind::InvalidArgument,
+                    );
                     assert!(
                         missing.fact("name").is_some_and(|name| name.starts_with("slot 9 of")),
                         "{missing}"
                     );
-                    let rows = Rows::slot(1, -1);
-                    pair.local.push(&source.end(), of(2, row(&into, 2)), rows.clone(), layers).run()
+                    pair.local.push(&source.end(), of(2, row(&into, 2)), Rows::slot(1, -1), layers)
                 }
             };
-            result.unwrap_or_else(|error| panic!("{what}: {error}"));
+            if starts {
+                let transfer = moves.start().unwrap();
+                assert_eq!(outcome(&transfer), Ok((count * len) as u64), "{what}");
+                assert_eq!(transfer.progress().done, (count * len) as u64, "{what}");
+            } else {
+                moves.run().unwrap_or_else(|error| panic!("{what}: {error}"));
+            }
             assert!(into.read() == expected, "{what}");
             assert!(source.read() == bytes, "{what}: the source changed");
             let served = matches!(call, Push) || !one_sided;
@@ -103,31 +107,6 @@ fn slots_arrive() {
             [1, 2].into_iter().for_each(|key| ends[0].remove_key(request(key)).unwrap());
             source.free(ends[0]);
             into.free(ends[1]);
-        }
-    });
-}
-
-#[test]
-fn blocks_are_pushed() {
-    let (from, to) = ([0, 1, 2, 7, 6, 3, 3, 5], [2, 3, 4, 1, 0, 8, 5, 2]);
-    each(|_, pair, local, remote| {
-        for (layers, (src, dst, count)) in [(Layers::ALL, (0, 0, 4)), (layers((1, 2), (0, 1), 2), (2, 0, 2))]
-        {
-            let source = local.held(&pair.local, (4, 8, 100), Blocks, &[]);
-            let into = remote.held(&pair.remote, (4, 9, 100), Blocks, &[Some(KEY)]);
-            let (bytes, mut expected) = (source.fill(3), into.fill(4));
-            for tensor in 0..count {
-                for (from, to) in from.into_iter().zip(to) {
-                    let block = &bytes[src + tensor][from * 100..][..100];
-                    expected[dst + tensor][to * 100..][..100].copy_from_slice(block);
-                }
-            }
-            let [local, remote] = [from, to].map(|blocks| blocks.map(|block| block as i64).to_vec());
-            let rows = Rows::Blocks { local, remote };
-            pair.local.push(&source.end(), of(2, Name::Key(KEY)), rows, layers).run().unwrap();
-            assert!(into.read() == expected);
-            source.free(&pair.local);
-            into.free(&pair.remote);
         }
     });
 }
@@ -178,8 +157,7 @@ fn remembered_description_does_not_decide_what_is_legal() {
         }
         // The cache is gone. Block 100 would not have fitted it either.
         for block in [0, 100] {
-            let error = pull(block).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
+            fails_with(pull(block), ErrorKind::CacheNotFound);
         }
         // The same key names caches that are closed and open to peers in turn.
         let mut caches = vec![];
@@ -205,8 +183,7 @@ fn a_grant_is_no_name_of_a_remote_cache() {
         push_blocks(&pair.local, &local, &[0], of(2, name), &[0]),
         pair.local.transfer_async(&local.end(), &blocks(&[0], &[0]), layers, None).map(drop),
     ] {
-        let error = refused.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        let error = fails_with(refused, ErrorKind::InvalidArgument);
         assert!(error.to_string().contains("pass it as the grant of a pull"), "{error}");
     }
 }
@@ -217,10 +194,9 @@ fn a_pull_under_an_ended_grant_fails_with_grant_ended() {
     let engine = open(config(1, Way::Shm), Way::Shm);
     let socket = format!("llm-datadist-test-{}-reason", std::process::id());
     let (listener, owner) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(socket.clone()), 2, 1));
-    let call = engine.ensure_link(listener.address().remote[0], LONG, None, WhileRefused::Retry).unwrap();
-    let _probe = listener.greet_with(Some(socket));
-    let _control = owner.linked();
-    call.join(Deadline::after(LONG)).unwrap();
+    let (linked, _control) =
+        listener.linked_by(&engine, || (listener.greet_with(Some(socket)), owner.linked()));
+    linked.unwrap();
 
     // The owner offers the memory of the engine as its own, so the engine sees its own grants as those of the owner.
     let shape = device(2, 2, 64);
@@ -228,15 +204,10 @@ fn a_pull_under_an_ended_grant_fails_with_grant_ended() {
     let lent = engine.grant(&near.end(), &[0, 1], LONG, 1).unwrap();
     let token = GrantToken { cluster: ClusterId(2), incarnation: 1, ..engine.grant_token(&lent) };
     let pull = || {
-        let given = CallExtras { grant: Some(GrantUse { token, done: false }), ..CallExtras::default() };
         let from = of(2, Name::Row { cache: CacheId(5), row: 0 });
-        let rows = Rows::Blocks { remote: vec![0], local: vec![1] };
-        engine.transfer(Side::Destination, from, &near.end(), (rows, Layers::ALL), given).run().unwrap_err()
+        pulling(&engine, from, &near, block_rows(&[0], &[1]), under(token)).run().unwrap_err()
     };
-    let geometry = Geometry::new(&shape).unwrap();
-    let layout = CacheLayout { geometry, kind: Blocks, placement: Placement::Device };
-    let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(5), 0, layout);
-    (record.accessible, record.granted) = (true, vec![(0, 2)]);
+    let record = WireCache { granted: vec![(0, 2)], ..described(CacheId(5), &shape, Blocks) };
     let described = Reply::Described(record);
     let kind = ErrorKind::ALL.iter().position(|&kind| kind == ErrorKind::CacheNotFound).unwrap();
     let failed =

@@ -4,18 +4,16 @@
 
 use std::thread;
 
-use llm_datadist_core::bindings::{CacheLayout, DataDist, Geometry, Name};
+use llm_datadist_core::bindings::{DataDist, Name};
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
-use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
-use llm_datadist_core::testing::protocol::{
-    self, EntryVersion, MAX_AHEAD, NamedCache, Reply, Request, Timed, WireCache, WirePlan, WireTemplates,
-};
-use llm_datadist_core::{CacheId, CacheKind, Error, ErrorKind, Placement};
+use llm_datadist_core::testing::plan::TensorSteps;
+use llm_datadist_core::testing::protocol::{self, MAX_AHEAD, NamedCache, Reply, Request, Timed, WirePlan};
+use llm_datadist_core::{CacheId, CacheKind, Error, ErrorKind};
 
-use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
-use super::{Held, Ports, Way, config, device, of, open, push_blocks};
-use crate::fixtures::{Buffer, Own, listed, pattern};
+use super::fake_peer::{Fake, ask, describe, described, hear, hear_request, one_span, plan_of, say, soon};
+use super::{Held, Ports, Way, config, device, fails_with, of, open, push_blocks};
+use crate::fixtures::{Buffer, Own, pattern};
 
 const BLOCK: u64 = 4096;
 const TENSORS: u32 = 2;
@@ -46,15 +44,7 @@ fn each(judge: impl Fn(&Owner)) {
 
 /// `len` bytes from the start of the source to `dst`, in each tensor.
 fn plan(dst: u64, len: u64) -> WirePlan {
-    let spans = vec![Span { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 }];
-    let first = TensorSteps::consecutive(0);
-    let template = Template::new((0, 0), vec![(0, 0)], spans);
-    WirePlan {
-        num_tensors: TENSORS,
-        src: first,
-        dst: first,
-        templates: WireTemplates(Ok(listed(vec![template]))),
-    }
+    plan_of(0, TENSORS, &[one_span(0, dst, len)])
 }
 
 fn bytes(count: u64) -> Vec<u8> {
@@ -193,8 +183,6 @@ fn few_bytes_follow_their_request() {
         let shape = device(TENSORS, 2 * count as usize, len as usize);
         let local = Held::pool(&engine, &shape, CacheKind::Blocks);
         let own = local.fill(1);
-        let geometry = Geometry::new(&shape).unwrap();
-        let layout = CacheLayout { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
         // Rows that are not neighbours, so that they are not joined.
         let rows: Vec<i64> = (0..count).map(|row: i64| row * row % 7 % 2 + 2 * row).collect();
         let block = |tensor: &[u8], row: i64| tensor[row as usize * len as usize..][..len as usize].to_vec();
@@ -210,19 +198,11 @@ fn few_bytes_follow_their_request() {
             call.receive_windows(&[tensors.window(0, 0, total).unwrap()], soon()).unwrap();
             assert!(got.read(0, expected.len()) == expected, "other bytes");
         };
-        let fake = Fake::new(2, 1);
-        let (linked, _control) = fake.linked_by(&engine, || fake.linked());
-        linked.unwrap();
+        let (fake, _control) = Fake::linked_to(&engine);
         thread::scope(|scope| {
             scope.spawn(|| {
                 let (call, _) = fake.greet();
-                let Request::Describe { .. } = hear_request(&call).unwrap() else {
-                    panic!("not asked what it is")
-                };
-                let mut record =
-                    WireCache::new(EntryVersion { index: 0, generation: 0 }, CacheId(5), 0, layout);
-                record.accessible = true;
-                say(&call, &Reply::Described(record));
+                describe(&call, described(CacheId(5), &shape, CacheKind::Blocks));
                 // The owner refuses the first request and takes the second, on the same stream.
                 for refuses in [true, false] {
                     let request = hear_request(&call).unwrap();
@@ -245,8 +225,7 @@ fn few_bytes_follow_their_request() {
             });
             let to = of(2, Name::Row { cache: CacheId(5), row: 0 });
             let push = || push_blocks(&engine, &local, &rows, to, &rows);
-            let error = push().unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+            let error = fails_with(push(), ErrorKind::OutOfMemory);
             assert!(error.to_string().contains("not today"), "{error}");
             push().unwrap();
         });

@@ -16,7 +16,7 @@ use super::{
     pairs, pull_slot, push_slot, request, row, times, unlink,
 };
 use crate::emulation::PROCESS_READS;
-use crate::fixtures::{self, Buffer, Gated, adopt};
+use crate::fixtures::{self, Buffer, Gated, StopOnDrop, adopt};
 
 use CacheKind::Batch;
 
@@ -35,6 +35,44 @@ fn together(count: usize, work: impl Fn(usize) + Sync) {
 
 fn until(millis: u32) -> Instant {
     Instant::now() + Duration::from_millis(u64::from(times(millis)))
+}
+
+/// Runs `owner` again and again for a while, with the number of the round and a function that waits until the round may end.
+/// Meanwhile two threads call what `reader` returns, which says whether it got bytes. The first round does not end before that,
+/// however busy the machine is.
+pub(super) fn replaced_while_read<R: FnMut() -> bool>(
+    owner: impl Fn(u32, &dyn Fn()) + Sync,
+    reader: impl Fn() -> R + Sync,
+) {
+    let (stop, good) = (AtomicBool::new(false), AtomicBool::new(false));
+    let until = until(150);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _stop = StopOnDrop(&stop);
+            for round in 1.. {
+                owner(round, &|| {
+                    while round == 1 && !good.load(Ordering::Relaxed) && Instant::now() < until + LONG {
+                        thread::sleep(Duration::from_millis(1));
+                    }
+                    thread::sleep(Duration::from_micros(u64::from(round % 5) * 100));
+                });
+                if Instant::now() > until {
+                    break;
+                }
+            }
+        });
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut read = reader();
+                while !stop.load(Ordering::Relaxed) {
+                    if read() {
+                        good.store(true, Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+    });
+    assert!(good.into_inner(), "nothing was ever pulled");
 }
 
 /// Slots are pulled concurrently, whole or a layer at a time. The last layer of a slot releases its key, and
@@ -96,48 +134,30 @@ fn pull_never_mixes_generations() {
             Held { cache: pair.remote.register(adopted, &[], Some(true)).unwrap(), own: None }
         };
         let images = |id: i64| [vec![id as u8; BYTES], vec![!(id as u8); BYTES]];
-        let (live, stop, good) = (AtomicI64::new(0), AtomicBool::new(false), AtomicBool::new(false));
-        let until = until(150);
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                let mut first = true;
-                while first || Instant::now() < until {
-                    let held = make();
-                    let id = held.cache.id().0;
-                    held.write(&images(id));
-                    live.store(id, Ordering::Release);
-                    // The first cache lives until it was pulled, however busy the machine is.
-                    while first && !good.load(Ordering::Relaxed) && Instant::now() < until + LONG {
-                        thread::sleep(Duration::from_millis(1));
-                    }
-                    first = false;
-                    thread::sleep(Duration::from_micros(id.unsigned_abs() % 5 * 100));
-                    held.free(&pair.remote);
+        let live = AtomicI64::new(0);
+        let owner = |_, last: &dyn Fn()| {
+            let held = make();
+            let id = held.cache.id().0;
+            held.write(&images(id));
+            live.store(id, Ordering::Release);
+            last();
+            held.free(&pair.remote);
+        };
+        let reader = || {
+            let (local, what, live, pair) = (Held::pool(&pair.local, &shape, Batch), &what, &live, &pair);
+            move || {
+                let id = live.load(Ordering::Acquire);
+                local.write(&images(0));
+                let name = Name::Row { cache: CacheId(id), row: 0 };
+                if let Err(error) = pull_slot(&pair.local, of(2, name), &local) {
+                    assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{what}: {error}");
+                    return false;
                 }
-                stop.store(true, Ordering::Relaxed);
-            });
-            for _ in 0..2 {
-                scope.spawn(|| {
-                    let local = Held::pool(&pair.local, &shape, Batch);
-                    while !stop.load(Ordering::Relaxed) {
-                        let id = live.load(Ordering::Acquire);
-                        if id == 0 {
-                            thread::yield_now();
-                            continue;
-                        }
-                        local.write(&images(0));
-                        let name = Name::Row { cache: CacheId(id), row: 0 };
-                        if let Err(error) = pull_slot(&pair.local, of(2, name), &local) {
-                            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{what}: {error}");
-                            continue;
-                        }
-                        assert!(local.read() == images(id), "{what}: {id} is mixed");
-                        good.store(true, Ordering::Relaxed);
-                    }
-                });
+                assert!(local.read() == images(id), "{what}: {id} is mixed");
+                true
             }
-        });
-        assert!(good.into_inner(), "{what}: nothing was ever pulled");
+        };
+        replaced_while_read(owner, reader);
     }
 }
 
@@ -353,8 +373,7 @@ fn push_pull_and_copy_do_not_deadlock() {
         let pair = Pair::with(way, |config: &mut Config| {
             (config.remote_accessible, config.sync_timeout) = (true, Duration::from_secs(5));
         });
-        let [local, remote] =
-            [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &device(2, 2, BYTES), Batch));
+        let [local, remote] = pair.pools(&device(2, 2, BYTES), Batch);
         local.write(&rows);
         remote.write(&rows);
         together(3, |index| {
@@ -383,8 +402,7 @@ fn crossing_pushes_through_rings_free_their_rows() {
     impl Sides {
         fn new(change: impl Fn(&mut Config)) -> Sides {
             let pair = Pair::with(Way::Shm, change);
-            let caches = [&pair.local, &pair.remote]
-                .map(|engine| Held::new(engine, true, &device(2, 2, BYTES), Batch, &[]));
+            let caches = pair.registered(&device(2, 2, BYTES), Batch);
             Sides { pair, caches }
         }
 

@@ -9,7 +9,7 @@ use llm_datadist_core::bindings::{Config, DataDist, Layers, Rows};
 use llm_datadist_core::{CacheKind, Transfer};
 
 use super::asynchronous::outcome;
-use super::{Held, Way, config, device, link, of, open, row};
+use super::{Held, Way, block_rows, device, link, of, open_with, row};
 use crate::child_process::{self, report};
 use crate::fixtures::{self, eventually};
 
@@ -62,9 +62,9 @@ impl Parties {
     fn new(count: usize, transfers: usize, way: Way) -> Parties {
         let each = transfers.div_ceil(2 * count * (count - 1));
         let party = |index| {
-            let mut config = config(index as u64 + 1, way);
-            (config.remote_accessible, config.copy_workers) = (true, Some(1));
-            let engine = open(config, way);
+            let engine = open_with(index as u64 + 1, way, |config| {
+                (config.remote_accessible, config.copy_workers) = (true, Some(1));
+            });
             let cache = |blocks| Held::pool(&engine, &device(1, blocks, BLOCK), Blocks);
             let (source, pulled, pushed) = (cache(SOURCES), cache(count * each), cache(count * each));
             source.fill(index as u8 + 1);
@@ -130,7 +130,7 @@ fn transfers_over_several_streams_do_not_deadlock() {
         let started = [0, 1].map(|index| {
             let (other, party) = (1 - index, &parties.all[index]);
             let name = of(other as u64 + 1, row(&caches[other], 0));
-            let rows = Rows::Blocks { remote: vec![0], local: vec![1] };
+            let rows = block_rows(&[0], &[1]);
             party.engine.pull(name, &caches[index].end(), rows, Layers::ALL).start().unwrap()
         });
         for transfer in &started {

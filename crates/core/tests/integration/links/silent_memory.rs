@@ -8,7 +8,7 @@ use llm_datadist_core::bindings::DataDist;
 use llm_datadist_core::testing::copy::STILL_READING;
 use llm_datadist_core::{CacheKind, Error, ErrorKind, Placement, Result};
 
-use super::{Held, Pair, Way, eventually, of, pull_blocks, push_blocks, row};
+use super::{Held, Pair, Way, eventually, fails_with, of, pull_blocks, push_blocks, row};
 use llm_datadist_testing::Stall;
 
 use crate::emulation::PROCESS_READS;
@@ -45,8 +45,7 @@ fn push(pair: &Pair, from: &Held, to: &Held, block: i64) -> Result<()> {
 }
 
 fn timed_out<T: std::fmt::Debug>(result: Result<T>) -> Error {
-    let error = result.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    let error = fails_with(result, ErrorKind::Timeout);
     error
 }
 

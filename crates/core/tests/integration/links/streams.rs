@@ -10,17 +10,15 @@ use std::time::Duration;
 
 use llm_datadist_core::bindings::{Config, DataDist, Name};
 use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
-use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     self, ControlMessage, EnteredLink, LinkAnswer, NamedCache, Purpose, Reply, Request, Timed, WirePlan,
-    WireTemplates,
 };
 use llm_datadist_core::{CacheKind, ErrorKind};
 use tracing::Level;
 
-use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
-use super::{Held, Pair, Way, config, device, of, open, pull_slot, push_slot, row};
-use crate::fixtures::{EventLog, eventually, listed, pattern};
+use super::fake_peer::{Fake, ask, hear, hear_request, one_span, plan_of, say, soon};
+use super::{Held, Pair, Way, config, device, of, open, open_with, pull_slot, push_slot, row};
+use crate::fixtures::{EventLog, eventually, pattern};
 
 const MIB: usize = 1 << 20;
 
@@ -32,8 +30,7 @@ fn requests(engine: &DataDist) -> u64 {
 /// Pulls and pushes one row of `bytes` bytes in two tensors, and returns the number of requests that moved the bytes of
 /// each.
 fn requests_of(pair: &Pair, bytes: usize) -> (u64, u64) {
-    let [local, remote] = [&pair.local, &pair.remote]
-        .map(|engine| Held::pool(engine, &device(2, 1, bytes / 2), CacheKind::Batch));
+    let [local, remote] = pair.pools(&device(2, 1, bytes / 2), CacheKind::Batch);
     let name = || of(pair.remote.config().cluster.0, row(&remote, 0));
     // The first pull asks for the description of the cache.
     pull_slot(&pair.local, name(), &local).unwrap();
@@ -46,8 +43,7 @@ fn requests_of(pair: &Pair, bytes: usize) -> (u64, u64) {
     push_slot(&pair.local, &local, 0, name()).unwrap();
     assert!(remote.read() == source);
     let after = requests(&pair.local);
-    local.free(&pair.local);
-    remote.free(&pair.remote);
+    pair.free(&local, &remote);
     // The last request of a pull releases the key.
     (between - before - 1, after - between)
 }
@@ -165,9 +161,7 @@ fn idle_streams_are_used_again() {
 /// Like `a_listener_moves_between_addresses_of_one_port`, with a further address.
 #[test]
 fn further_listeners_move_with_the_main_one() {
-    let mut config = config(1, Way::Tcp);
-    config.links.addresses = ips(&[61]);
-    let engine = open(config, Way::Tcp);
+    let engine = open_with(1, Way::Tcp, |config| config.links.addresses = ips(&[61]));
     let port = engine.listening().unwrap().port();
     let reached = |last: u8, port: u16| std::net::TcpStream::connect((ips(&[last])[0], port)).is_ok();
     assert!(reached(61, port) && !reached(62, port));
@@ -190,8 +184,7 @@ fn an_address_of_another_host_is_refused() {
         let mut config = config(1, Way::Tcp);
         config.links.listen = Some(listen.parse().unwrap());
         config.links.addresses = vec!["192.0.2.1".parse().unwrap()];
-        let error = DataDist::open(config).map(|_| ()).unwrap_err();
-        let text = error.to_string();
+        let text = DataDist::open(config).unwrap_err().to_string();
         assert!(text.contains("192.0.2.1") && text.contains("option=addresses"), "{text}");
     }
 }
@@ -218,8 +211,7 @@ fn addresses_that_lead_nowhere_are_left_out() {
             for _ in 0..2 {
                 let (call, purpose) = peer.greet();
                 assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
-                let request = hear_request(&call).unwrap();
-                assert!(matches!(request, Request::Describe { .. }), "{request:?}");
+                assert!(matches!(hear_request(&call).unwrap(), Request::Describe { .. }));
                 // So the next call needs another stream.
                 call.close();
             }
@@ -252,9 +244,7 @@ impl Owner {
     }
 
     fn with(change: impl FnOnce(&mut Config)) -> Owner {
-        let mut config = config(2, Way::Tcp);
-        change(&mut config);
-        let engine = open(config, Way::Tcp);
+        let engine = open_with(2, Way::Tcp, change);
         let into = Held::pool(&engine, &device(1, BLOCKS as usize, BLOCK as usize), CacheKind::Blocks);
         into.fill(1);
         let peer = Fake::new(1, 1);
@@ -302,19 +292,23 @@ impl Owner {
 
 /// A plan that writes `blocks` blocks from the first on.
 fn plan(blocks: u64) -> WirePlan {
-    let first = TensorSteps::consecutive(0);
-    WirePlan { num_tensors: 1, src: first, dst: first, templates: one_span(0, BLOCK * blocks) }
-}
-
-/// `len` bytes that are written from byte `dst` on.
-fn one_span(dst: u64, len: u64) -> WireTemplates {
-    let spans = vec![Span { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 }];
-    WireTemplates(Ok(listed(vec![Template::new((0, 0), vec![(0, 0)], spans)])))
+    plan_of(0, 1, &[one_span(0, 0, BLOCK * blocks)])
 }
 
 fn part(stream: &Stream, write: u64, (from, to): (u64, u64)) -> Reply {
     ask(stream, &Request::WritePart { write, range: from..to });
     hear(stream).unwrap()
+}
+
+/// Checks that what was asked on `stream` is done.
+fn is_done(stream: &Stream, bytes: u64) {
+    assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes });
+}
+
+/// Sends the bytes for which `stream` is ready.
+fn finish(stream: &Stream, bytes: u64) {
+    stream.send(&vec![7; bytes as usize], soon()).unwrap();
+    is_done(stream, bytes);
 }
 
 fn refused(reply: Reply, what: &str) -> (ErrorKind, String) {
@@ -331,12 +325,12 @@ fn parts_share_the_pin_of_their_write() {
     assert_eq!(owner.begin(first, 5, (0, 100)), Reply::Ready { bytes: 100 });
     assert_eq!(part(second, 5, (100, 2 * BLOCK)), Reply::Ready { bytes: 2 * BLOCK - 100 });
     second.send(&sent[100..], soon()).unwrap();
-    assert_eq!(hear::<Reply>(second).unwrap(), Reply::Done { bytes: 2 * BLOCK - 100 });
+    is_done(second, 2 * BLOCK - 100);
     // The first part is still missing, so a copy of these rows waits.
     thread::scope(|scope| {
         let copied = scope.spawn(|| owner.engine.copy_blocks(&owner.into.end(), &[(0, 4), (1, 5)]).run());
         first.send(&sent[..100], soon()).unwrap();
-        assert_eq!(hear::<Reply>(first).unwrap(), Reply::Done { bytes: 100 });
+        is_done(first, 100);
         copied.join().unwrap().unwrap();
     });
     let now = owner.into.read().remove(0);
@@ -360,16 +354,9 @@ fn parts_pass_requests_that_wait_for_their_rows() {
     }
     // Let the writes that wait take all slots first.
     thread::sleep(Duration::from_millis(200));
+    // What waits for no rows is answered, too.
     ask(second, &Request::Ping);
-    assert_eq!(
-        hear::<Reply>(second).unwrap(),
-        Reply::Done { bytes: 0 },
-        "what waits for no rows is answered, too"
-    );
-    let finish = |stream: &Stream, bytes: u64| {
-        stream.send(&vec![7; bytes as usize], soon()).unwrap();
-        assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes });
-    };
+    is_done(second, 0);
     let finish_part = |id: u64| {
         assert_eq!(part(second, id, (BLOCK, 2 * BLOCK)), Reply::Ready { bytes: BLOCK });
         finish(second, BLOCK);
@@ -412,10 +399,8 @@ fn parts_that_do_not_fit_are_refused() {
     assert!(matches!(again, Reply::Failed { .. }), "two writes of one number: {again:?}");
     // The write goes on.
     assert_eq!(part(second, 1, (100, 2 * BLOCK)), Reply::Ready { bytes: 2 * BLOCK - 100 });
-    for (stream, bytes) in [(first, 100), (second, 2 * BLOCK - 100)] {
-        stream.send(&vec![7; bytes as usize], soon()).unwrap();
-        assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes });
-    }
+    finish(first, 100);
+    finish(second, 2 * BLOCK - 100);
     assert!(owner.into.read()[0].starts_with(&[7; 2 * BLOCK as usize]));
     owner.is_free();
 }
@@ -431,8 +416,7 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
     assert_eq!(owner.begin(first, 1, (0, 100)), Reply::Ready { bytes: 100 });
     assert_eq!(part(second, 1, (100, 200)), Reply::Ready { bytes: 100 });
     second.close();
-    first.send(&[7; 100], soon()).unwrap();
-    assert_eq!(hear::<Reply>(first).unwrap(), Reply::Done { bytes: 100 });
+    finish(first, 100);
     owner.is_free();
     let third = owner.peer.call(&owner.engine, 7).unwrap();
     assert_eq!(refused(part(&third, 1, (200, 300)), "a write that has failed").0, ErrorKind::NotLinked);
@@ -448,8 +432,7 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
         });
         for (id, limit_ms) in [(2, 1000), (3, 60_000)] {
             assert_eq!(owner.begin_with(&third, id, plan(2), (0, 1), limit_ms), Reply::Ready { bytes: 1 });
-            third.send(&[7], soon()).unwrap();
-            assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 1 });
+            finish(&third, 1);
             owner.is_free();
         }
         freed.store(true, Ordering::Relaxed);
@@ -457,8 +440,8 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
 
     assert_eq!(owner.begin(first, 4, (0, 100)), Reply::Ready { bytes: 100 });
     ask(&third, &Request::Unlink);
-    assert_eq!(hear::<Reply>(&third).unwrap(), Reply::Done { bytes: 0 });
-    owner.engine.copy_blocks(&owner.into.end(), &[(2, 0), (3, 1)]).run().unwrap();
+    is_done(&third, 0);
+    owner.is_free();
 }
 
 /// Writes that are begun and left alone take a bounded number of entries.
@@ -466,21 +449,17 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
 fn the_writes_of_a_peer_are_bounded() {
     let owner = Owner::new();
     let [stream, _] = &owner.calls;
-    let to_block = |block: u64| WirePlan { templates: one_span(block * BLOCK, 2), ..plan(1) };
-    let one_byte = || {
-        stream.send(&[1], soon()).unwrap();
-        assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes: 1 });
-    };
+    let to_block = |block: u64| plan_of(0, 1, &[one_span(0, block * BLOCK, 2)]);
     for id in 0..128 {
         assert_eq!(owner.begin_with(stream, id, to_block(id), (0, 1), 60_000), Reply::Ready { bytes: 1 });
-        one_byte();
+        finish(stream, 1);
     }
     let (kind, text) = refused(owner.begin_with(stream, 128, to_block(128), (0, 1), 60_000), "one more");
     assert!(kind == ErrorKind::NotLinked && text.contains("limit=128"), "{text}");
     assert_eq!(part(stream, 0, (1, 2)), Reply::Ready { bytes: 1 });
-    one_byte();
+    finish(stream, 1);
     assert_eq!(owner.begin_with(stream, 128, to_block(128), (0, 1), 60_000), Reply::Ready { bytes: 1 });
-    one_byte();
+    finish(stream, 1);
     let nothing = refused(owner.begin_with(stream, 129, to_block(129), (0, 0), 60_000), "no bytes");
     assert_eq!(nothing.0, ErrorKind::InvalidArgument);
 }
@@ -490,8 +469,7 @@ fn the_writes_of_a_peer_are_bounded() {
 #[test]
 fn pushes_into_one_row_take_turns() {
     let pair = Pair::new(Way::Tcp);
-    let remote = Held::pool(&pair.remote, &device(2, 1, 8 * MIB), CacheKind::Batch);
-    let local = Held::pool(&pair.local, &device(2, 1, 8 * MIB), CacheKind::Batch);
+    let [local, remote] = pair.pools(&device(2, 1, 8 * MIB), CacheKind::Batch);
     let source = local.fill(4);
     thread::scope(|scope| {
         for _ in 0..40 {

@@ -4,35 +4,46 @@
 use std::io::Write;
 use std::ops::Range;
 use std::os::fd::AsFd;
+use std::sync::mpsc;
+use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{
-    CacheLayout, CallExtras, DataDist, Geometry, GroupMember, Layers, Name, Outcome, RemoteName, Rows, Side,
-    Target,
-};
+use llm_datadist_core::bindings::{CallExtras, Layers, Name, Outcome, RemoteName, Rows, Side, Target};
 use llm_datadist_core::testing::checksums::Checksums;
-use llm_datadist_core::testing::protocol::{EntryVersion, Reply, Request, WireCache, digest};
-use llm_datadist_core::{
-    CacheId, CacheKind, Deadline, Error, ErrorKind, Event, GrantUse, Placement, Result, Verify,
-};
+use llm_datadist_core::testing::protocol::{Reply, Request, digest};
+use llm_datadist_core::{CacheId, CacheKind, Deadline, Error, ErrorKind, Event, Placement, Result, Verify};
 
 use crate::fixtures::Chance;
 use crate::moved::{after_the_move, flip};
 
-use super::fake_peer::{Fake, hear_request, say};
+use super::asynchronous::outcome;
+use super::fake_peer::{Fake, describe, described, hear_request, say};
 use super::layerwise::{SLOTS, is_done, start, to, wait};
-use super::{Held, LONG, Memory, Pair, WAYS, Way, config, device, of, open, request, row, times};
+use super::{
+    Held, LONG, Memory, Pair, WAYS, Way, block_rows, config, device, fails_with, member, of, open, pulling,
+    pushing, request, row, times, under, verified,
+};
 
-fn extras(verify: Verify) -> CallExtras {
-    CallExtras { verify: Some(verify), ..CallExtras::default() }
+fn pulled(pair: &Pair, from: RemoteName, into: &Held, rows: &Rows, verify: Verify) -> Result<(), Error> {
+    pulling(&pair.local, from, into, rows.clone(), verified(verify)).run()
 }
 
-fn blocks(remote: &[i64], local: &[i64]) -> Rows {
-    Rows::Blocks { remote: remote.to_vec(), local: local.to_vec() }
-}
-
-fn pull(local: &DataDist, from: RemoteName, into: &Held, rows: &Rows, verify: Verify) -> Result<(), Error> {
-    local.transfer(Side::Destination, from, &into.end(), (rows.clone(), Layers::ALL), extras(verify)).run()
+/// Makes a call that moves bytes into `near`, and runs `change` on another thread between the move and the comparison.
+fn changed_meanwhile<T>(near: &Held, change: impl FnOnce() + Send, call: impl FnOnce() -> T) -> T {
+    let (moved, was_moved) = mpsc::channel();
+    let (changed, was_changed) = mpsc::channel();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            was_moved.recv().unwrap();
+            change();
+            changed.send(()).unwrap();
+        });
+        after_the_move(&near.cache, move |_| {
+            moved.send(()).unwrap();
+            was_changed.recv().unwrap();
+        });
+        call()
+    })
 }
 
 fn all() -> impl Iterator<Item = (Way, Memory)> {
@@ -57,13 +68,12 @@ fn every_flipped_bit_fails_a_full_pull_and_names_its_block() {
         let from = of(2, row(&far, 0));
         let numbers: Vec<i64> = (0..ROWS as i64).collect();
         let backwards: Vec<i64> = numbers.iter().rev().copied().collect();
-        let moved = blocks(&numbers, &backwards);
+        let moved = block_rows(&numbers, &backwards);
         for _ in 0..times(20) {
             let (tensor, bit) =
                 (chance.below(TENSORS.into()) as usize, chance.below((ROWS * ROW * 8) as u64));
             after_the_move(&near.cache, move |cache| flip(cache, tensor, bit));
-            let error = pull(&pair.local, from, &near, &moved, Verify::Full).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
+            let error = fails_with(pulled(&pair, from, &near, &moved, Verify::Full), ErrorKind::VerifyFailed);
             let block = (bit / 8 / ROW as u64).to_string();
             assert_eq!(error.fact("blocks"), Some(block.as_str()), "{error}");
             assert_eq!((error.fact("cluster"), error.arrived()), (Some("2"), &[][..]));
@@ -75,9 +85,9 @@ fn every_flipped_bit_fails_a_full_pull_and_names_its_block() {
         );
         // The same change is not looked for, or does not happen.
         after_the_move(&near.cache, |_| panic!("a call without verification does not stop here"));
-        pull(&pair.local, from, &near, &moved, Verify::Off).unwrap();
+        pulled(&pair, from, &near, &moved, Verify::Off).unwrap();
         after_the_move(&near.cache, |_| ());
-        pull(&pair.local, from, &near, &moved, Verify::Full).unwrap();
+        pulled(&pair, from, &near, &moved, Verify::Full).unwrap();
         let row_of = |tensor: &[u8], at: usize| tensor[at * ROW..(at + 1) * ROW].to_vec();
         for (ours, theirs) in near.read().iter().zip(&bytes) {
             (0..ROWS).for_each(|at| assert_eq!(row_of(ours, at), row_of(theirs, ROWS - 1 - at)));
@@ -94,18 +104,13 @@ fn every_flipped_bit_fails_a_full_push() {
             .map(|engine| memory.held(engine, (TENSORS, ROWS, ROW), CacheKind::Blocks, &[]));
         near.fill(2);
         let to = of(2, row(&far, 0));
-        let rows = Rows::Blocks { local: vec![5, 9], remote: vec![3, 60] };
-        let push = |verify| {
-            pair.local
-                .transfer(Side::Source, to, &near.end(), (rows.clone(), Layers::ALL), extras(verify))
-                .run()
-        };
+        let rows = block_rows(&[3, 60], &[5, 9]);
+        let push = |verify| pushing(&pair.local, &near, to, rows.clone(), verified(verify)).run();
         for _ in 0..times(20) {
             let (tensor, bit) = (chance.below(TENSORS.into()) as usize, chance.below((ROW * 8) as u64));
             let block = 5 + 4 * chance.below(2);
             after_the_move(&near.cache, move |cache| flip(cache, tensor, block * ROW as u64 * 8 + bit));
-            let error = push(Verify::Full).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
+            let error = fails_with(push(Verify::Full), ErrorKind::VerifyFailed);
             assert_eq!(error.fact("blocks"), Some(block.to_string().as_str()));
         }
         push(Verify::Full).unwrap();
@@ -122,22 +127,16 @@ fn a_failed_comparison_releases_no_key_and_delivers_no_notification() {
         let far = Held::new(&pair.remote, false, &device(2, 1, 200_000), CacheKind::Batch, &[key]);
         let near = Held::pool(&pair.local, &device(2, 3, 200_000), CacheKind::Batch);
         let bytes = far.fill(1);
-        let given = || CallExtras { notify: Some(b"here".to_vec()), ..extras(Verify::Full) };
-        let (from, rows) = (of(2, Name::Key(request(1))), Rows::slot(1, -1));
+        let pull = || {
+            let extras = CallExtras { notify: Some(b"here".to_vec()), ..verified(Verify::Full) };
+            pulling(&pair.local, of(2, Name::Key(request(1))), &near, Rows::slot(1, -1), extras).run()
+        };
         after_the_move(&near.cache, |cache| flip(cache, 1, (200_000 + 70_000) * 8));
-        let error = pair
-            .local
-            .transfer(Side::Destination, from, &near.end(), (rows.clone(), Layers::ALL), given())
-            .run()
-            .unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::VerifyFailed, "{error}");
+        let error = fails_with(pull(), ErrorKind::VerifyFailed);
         assert_eq!(error.fact("slots"), Some("1[65536..131072]"));
         assert!(pair.remote.poll(9).unwrap().is_empty());
         assert_eq!(pair.remote.stats().table.keys, 1, "the key is still there");
-        pair.local
-            .transfer(Side::Destination, from, &near.end(), (rows.clone(), Layers::ALL), given())
-            .run()
-            .unwrap();
+        pull().unwrap();
         assert_eq!(near.read()[1][200_000..400_000], bytes[1]);
         assert_eq!(pair.remote.stats().table.keys, 0);
         assert!(matches!(&pair.remote.poll(9).unwrap()[..], [Event::Notification(_)]));
@@ -147,13 +146,12 @@ fn a_failed_comparison_releases_no_key_and_delivers_no_notification() {
 #[test]
 fn a_sample_has_one_block_of_64_and_at_least_one() {
     let pair = Pair::new(Way::Shm);
-    let [near, far] =
-        [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &device(1, 640, 512), CacheKind::Blocks));
+    let [near, far] = pair.pools(&device(1, 640, 512), CacheKind::Blocks);
     let from = of(2, row(&far, 0));
     let mut checked = 0;
     for (count, least, most) in [(1, 1, 1), (2, 1, 1), (63, 1, 1), (64, 1, 1), (65, 1, 2), (640, 10, 10)] {
         let numbers: Vec<i64> = (0..count).collect();
-        pull(&pair.local, from, &near, &blocks(&numbers, &numbers), Verify::Sample).unwrap();
+        pulled(&pair, from, &near, &block_rows(&numbers, &numbers), Verify::Sample).unwrap();
         let now = pair.local.stats().verified_blocks;
         assert!((least..=most).contains(&(now - checked)), "{count} blocks: {}", now - checked);
         checked = now;
@@ -163,7 +161,7 @@ fn a_sample_has_one_block_of_64_and_at_least_one() {
         let numbers: Vec<i64> = (0..64).collect();
         let found = (0..10_000).any(|_| {
             after_the_move(&near.cache, move |cache| flip(cache, 0, block * 512 * 8 + 77));
-            pull(&pair.local, from, &near, &blocks(&numbers, &numbers), Verify::Sample).is_err()
+            pulled(&pair, from, &near, &block_rows(&numbers, &numbers), Verify::Sample).is_err()
         });
         assert!(found, "block {block}");
     }
@@ -173,11 +171,10 @@ fn a_sample_has_one_block_of_64_and_at_least_one() {
 fn blocks_that_are_written_twice_count_once() {
     for way in WAYS {
         let pair = Pair::new(way);
-        let [near, far] = [&pair.local, &pair.remote]
-            .map(|engine| Held::pool(engine, &device(2, 16, 256), CacheKind::Blocks));
+        let [near, far] = pair.pools(&device(2, 16, 256), CacheKind::Blocks);
         let bytes = far.fill(4);
-        let moved = blocks(&[1, 2, 3, 4, 3], &[7, 8, 7, 7, 8]);
-        pull(&pair.local, of(2, row(&far, 0)), &near, &moved, Verify::Full).unwrap();
+        let moved = block_rows(&[1, 2, 3, 4, 3], &[7, 8, 7, 7, 8]);
+        pulled(&pair, of(2, row(&far, 0)), &near, &moved, Verify::Full).unwrap();
         assert_eq!(
             near.read()[1][7 * 256..9 * 256],
             [&bytes[1][4 * 256..5 * 256], &bytes[1][3 * 256..4 * 256]].concat()
@@ -187,7 +184,7 @@ fn blocks_that_are_written_twice_count_once() {
         let slot = Held::new(&pair.remote, false, &device(2, 1, 300), CacheKind::Batch, &[Some(request(5))]);
         slot.fill(8);
         let rows = Rows::SlotToBlocks { local: vec![3, 3] };
-        pull(&pair.local, of(2, Name::Key(request(5))), &near, &rows, Verify::Full).unwrap();
+        pulled(&pair, of(2, Name::Key(request(5))), &near, &rows, Verify::Full).unwrap();
         assert_eq!(pair.local.stats().verified_blocks, 4);
     }
 }
@@ -200,43 +197,19 @@ fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
         let keys = [Some(request(1)), Some(request(2))];
         let far = Held::new(&pair.remote, false, &device(2, 2, 4096), CacheKind::Batch, &keys);
         let bytes = far.fill(1);
-        std::thread::scope(|scope| {
-            let remote = &pair.remote;
-            // Another key of the same cache goes: its generation changes, and the bytes are the same.
-            let (moved, was_moved) = std::sync::mpsc::channel();
-            let (done, gone) = std::sync::mpsc::channel::<()>();
-            scope.spawn(move || {
-                was_moved.recv().unwrap();
-                remote.remove_key(request(2)).unwrap();
-                done.send(()).unwrap();
-            });
-            after_the_move(&near.cache, move |_| {
-                moved.send(()).unwrap();
-                gone.recv().unwrap();
-            });
-            pull(&pair.local, of(2, Name::Key(request(1))), &near, &Rows::slot(0, -1), Verify::Full).unwrap();
-        });
+        let pull =
+            |key| pulled(&pair, of(2, Name::Key(request(key))), &near, &Rows::slot(0, -1), Verify::Full);
+        // Another key of the same cache goes: its generation changes, and the bytes are the same.
+        let unkey = || pair.remote.remove_key(request(2)).unwrap();
+        changed_meanwhile(&near, unkey, || pull(1)).unwrap();
         assert_eq!(near.read()[1], bytes[1][..4096]);
         let far = Held::new(&pair.remote, false, &device(2, 1, 4096), CacheKind::Batch, &[Some(request(3))]);
         far.fill(1);
-        let (remote, id) = (&pair.remote, far.cache.id());
-        std::thread::scope(|scope| {
-            let (moved, was_moved) = std::sync::mpsc::channel();
-            let (done, gone) = std::sync::mpsc::channel::<()>();
-            scope.spawn(move || {
-                was_moved.recv().unwrap();
-                remote.deallocate(id).unwrap();
-                remote.remove_key(request(3)).unwrap();
-                done.send(()).unwrap();
-            });
-            after_the_move(&near.cache, move |_| {
-                moved.send(()).unwrap();
-                gone.recv().unwrap();
-            });
-            let from = of(2, Name::Key(request(3)));
-            let error = pull(&pair.local, from, &near, &Rows::slot(0, -1), Verify::Full).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}");
-        });
+        let free = || {
+            pair.remote.deallocate(far.cache.id()).unwrap();
+            pair.remote.remove_key(request(3)).unwrap();
+        };
+        fails_with(changed_meanwhile(&near, free, || pull(3)), ErrorKind::CacheNotFound);
     }
 }
 
@@ -244,13 +217,11 @@ fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
 fn the_comparison_belongs_to_the_time_limit_of_the_call() {
     for way in WAYS {
         let pair = Pair::with(way, |config| config.sync_timeout = Duration::from_secs(2));
-        let [near, far] = [&pair.local, &pair.remote]
-            .map(|engine| Held::pool(engine, &device(2, 8, 4096), CacheKind::Blocks));
+        let [near, far] = pair.pools(&device(2, 8, 4096), CacheKind::Blocks);
         let from = of(2, row(&far, 0));
-        after_the_move(&near.cache, |_| std::thread::sleep(Duration::from_millis(2001)));
-        let error = pull(&pair.local, from, &near, &blocks(&[1], &[1]), Verify::Full).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-        pull(&pair.local, from, &near, &blocks(&[1], &[1]), Verify::Full).unwrap();
+        after_the_move(&near.cache, |_| thread::sleep(Duration::from_millis(2001)));
+        fails_with(pulled(&pair, from, &near, &block_rows(&[1], &[1]), Verify::Full), ErrorKind::Timeout);
+        pulled(&pair, from, &near, &block_rows(&[1], &[1]), Verify::Full).unwrap();
     }
 }
 
@@ -258,34 +229,16 @@ fn the_comparison_belongs_to_the_time_limit_of_the_call() {
 fn a_grant_must_last_until_the_comparison() {
     for way in WAYS {
         let pair = Pair::new(way);
-        let [near, far] = [&pair.local, &pair.remote]
-            .map(|engine| Held::pool(engine, &device(2, 8, 4096), CacheKind::Blocks));
+        let [near, far] = pair.pools(&device(2, 8, 4096), CacheKind::Blocks);
         far.fill(3);
         let grant = pair.remote.grant(&far.end(), &[1, 2], LONG, 1).unwrap();
         let token = pair.remote.grant_token(&grant);
-        let given = || CallExtras { grant: Some(GrantUse { token, done: false }), ..extras(Verify::Full) };
+        let extras = CallExtras { verify: Some(Verify::Full), ..under(token) };
         let from = of(2, row(&far, 0));
-        let pull = || {
-            pair.local
-                .transfer(Side::Destination, from, &near.end(), (blocks(&[2], &[5]), Layers::ALL), given())
-                .run()
-        };
+        let pull = || pulling(&pair.local, from, &near, block_rows(&[2], &[5]), extras.clone()).run();
         pull().unwrap();
-        std::thread::scope(|scope| {
-            let (moved, was_moved) = std::sync::mpsc::channel();
-            let (done, gone) = std::sync::mpsc::channel::<()>();
-            let (remote, grant) = (&pair.remote, &grant);
-            scope.spawn(move || {
-                was_moved.recv().unwrap();
-                remote.start_revoke(grant, None).unwrap().join(Deadline::after(LONG)).unwrap();
-                done.send(()).unwrap();
-            });
-            after_the_move(&near.cache, move |_| {
-                moved.send(()).unwrap();
-                gone.recv().unwrap();
-            });
-            assert_eq!(pull().unwrap_err().kind(), ErrorKind::GrantEnded);
-        });
+        let revoke = || pair.remote.start_revoke(&grant, None).unwrap().join(Deadline::after(LONG)).unwrap();
+        assert_eq!(changed_meanwhile(&near, revoke, pull).unwrap_err().kind(), ErrorKind::GrantEnded);
     }
 }
 
@@ -294,17 +247,14 @@ fn a_grant_must_last_until_the_comparison() {
 fn pulls_over_rings_are_verified_and_keep_to_their_grant() {
     const ROW: usize = 300 << 10;
     let pair = Pair::new(Way::Shm);
-    let [near, far] = [&pair.local, &pair.remote]
-        .map(|engine| Held::new(engine, true, &device(2, 8, ROW), CacheKind::Blocks, &[]));
+    let [near, far] = pair.registered(&device(2, 8, ROW), CacheKind::Blocks);
     let bytes = far.fill(3);
     let grant = pair.remote.grant(&far.end(), &[1, 2], LONG, 1).unwrap();
     let token = pair.remote.grant_token(&grant);
     let from = of(2, row(&far, 0));
     let pull = |block| {
-        let given = CallExtras { grant: Some(GrantUse { token, done: false }), ..extras(Verify::Full) };
-        pair.local
-            .transfer(Side::Destination, from, &near.end(), (blocks(&[block], &[5]), Layers::ALL), given)
-            .run()
+        let extras = CallExtras { verify: Some(Verify::Full), ..under(token) };
+        pulling(&pair.local, from, &near, block_rows(&[block], &[5]), extras).run()
     };
     let by_rings = || {
         let link = pair.local.stats().links.remove(0);
@@ -320,8 +270,7 @@ fn pulls_over_rings_are_verified_and_keep_to_their_grant() {
     after_the_move(&near.cache, |cache| flip(cache, 1, (5 * ROW + 77) as u64 * 8));
     let error = pull(2).unwrap_err();
     assert_eq!((error.kind(), error.fact("blocks")), (ErrorKind::VerifyFailed, Some("5")), "{error}");
-    let error = pull(3).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    fails_with(pull(3), ErrorKind::InvalidArgument);
     pair.remote.start_revoke(&grant, None).unwrap().join(Deadline::after(LONG)).unwrap();
     assert_eq!(pull(2).unwrap_err().kind(), ErrorKind::GrantEnded);
 }
@@ -334,20 +283,13 @@ fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
     a.fill(1);
     b.fill(2);
     let near = [1, 2].map(|_| Held::pool(&pair.local, &device(2, 2, 4096), CacheKind::Blocks));
-    let part = |at: usize| GroupMember {
-        remote: of(2, Name::Key(request(at as u64 + 1))),
-        local: near[at].end(),
-        rows: Rows::SlotToBlocks { local: vec![0, 1] },
-        layers: Layers::ALL,
-        grant: None,
+    let part = |at: usize| {
+        let from = of(2, Name::Key(request(at as u64 + 1)));
+        member(from, &near[at], Rows::SlotToBlocks { local: vec![0, 1] })
     };
     let group = || {
-        let transfer = pair
-            .local
-            .transfer_group(Side::Destination, vec![part(0), part(1)], false, extras(Verify::Full), None)
-            .unwrap();
-        transfer.wait(Deadline::after(LONG)).unwrap();
-        transfer.outcome().unwrap()
+        let (parts, extras) = (vec![part(0), part(1)], verified(Verify::Full));
+        outcome(&pair.local.transfer_group(Side::Destination, parts, false, extras, None).unwrap())
     };
     after_the_move(&near[1].cache, |cache| flip(cache, 0, 5000 * 8));
     let error = group().unwrap_err();
@@ -360,12 +302,11 @@ fn a_group_fails_with_the_part_that_differs_and_releases_nothing() {
 #[test]
 fn the_option_of_the_engine_counts_unless_the_call_says_otherwise() {
     let pair = Pair::with(Way::Tcp, |config| config.verify = Verify::Full);
-    let [near, far] =
-        [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &device(1, 4, 512), CacheKind::Blocks));
-    let (from, rows) = (of(2, row(&far, 0)), blocks(&[1, 2], &[1, 2]));
+    let [near, far] = pair.pools(&device(1, 4, 512), CacheKind::Blocks);
+    let (from, rows) = (of(2, row(&far, 0)), block_rows(&[1, 2], &[1, 2]));
     pair.local.pull(from, &near.end(), rows.clone(), Layers::ALL).run().unwrap();
     assert_eq!(pair.local.stats().verified_blocks, 2);
-    pull(&pair.local, from, &near, &rows, Verify::Off).unwrap();
+    pulled(&pair, from, &near, &rows, Verify::Off).unwrap();
     assert_eq!(pair.local.stats().verified_blocks, 2);
 }
 
@@ -375,9 +316,7 @@ fn layers_follow_the_option_of_the_engine() {
         let pair = Pair::with(way, |config| {
             (config.remote_accessible, config.verify) = (true, Verify::Full);
         });
-        let shape = device(4, 2, 70_000);
-        let [near, far] =
-            [&pair.local, &pair.remote].map(|engine| Held::pool(engine, &shape, CacheKind::Batch));
+        let [near, far] = pair.pools(&device(4, 2, 70_000), CacheKind::Batch);
         let bytes = near.fill(1);
         let aims = || [to(2, Target::Cache { name: row(&far, 1).into(), first_layer: Some(0) }, 2)];
         let task = start(&pair.local, &near, &SLOTS, &aims());
@@ -406,11 +345,6 @@ fn blocks_are_compared_only_if_the_bytes_may_differ() {
     let engine = open(config(1, Way::Tcp), Way::Tcp);
     let shape = device(2, 2, 1000);
     let near = Held::pool(&engine, &shape, CacheKind::Blocks);
-    let layout = CacheLayout {
-        geometry: Geometry::new(&shape).unwrap(),
-        kind: CacheKind::Blocks,
-        placement: Placement::Device,
-    };
     let name = Name::Row { cache: FAR, row: 0 };
     let bytes: Vec<u8> = (0..4000_u32).map(|at| (at % 251) as u8).collect();
     let right = |request: u64| {
@@ -430,18 +364,11 @@ fn blocks_are_compared_only_if_the_bytes_may_differ() {
         (0, |right, _| vec![right, right], true),
         (0, |right, _| vec![right], false),
     ];
-    let fake = Fake::new(2, 1);
-    let (linked, _control) = fake.linked_by(&engine, || fake.linked());
-    linked.unwrap();
-    std::thread::scope(|scope| {
+    let (fake, _control) = Fake::linked_to(&engine);
+    thread::scope(|scope| {
         scope.spawn(|| {
             let (call, _) = fake.greet();
-            let Request::Describe { .. } = hear_request(&call).unwrap() else {
-                panic!("not asked what it is")
-            };
-            let mut record = WireCache::new(EntryVersion { index: 0, generation: 0 }, FAR, 0, layout);
-            record.accessible = true;
-            say(&call, &Reply::Described(record));
+            describe(&call, described(FAR, &shape, CacheKind::Blocks));
             for (generation, sums, compares) in &cases {
                 let request = hear_request(&call).unwrap();
                 let asked = digest(&request).unwrap();
@@ -461,7 +388,9 @@ fn blocks_are_compared_only_if_the_bytes_may_differ() {
             }
         });
         for (at, (.., compares)) in cases.iter().enumerate() {
-            let pulled = pull(&engine, of(2, name), &near, &blocks(&[0, 1], &[0, 1]), Verify::Full);
+            let pulled =
+                pulling(&engine, of(2, name), &near, block_rows(&[0, 1], &[0, 1]), verified(Verify::Full))
+                    .run();
             let kind = pulled.map_err(|error| error.kind());
             assert_eq!(kind, if *compares { Err(ErrorKind::VerifyFailed) } else { Ok(()) }, "case {at}");
             assert_eq!(near.read().concat(), bytes);
