@@ -57,7 +57,7 @@ use llm_datadist_core::{
 use llm_datadist_testing::SimDevice;
 
 pub use crate::fixtures::LONG;
-use crate::fixtures::{self, Gated, Own, eventually};
+use crate::fixtures::{self, Chance, Gated, Own, eventually};
 use crate::log;
 
 /// How two engines reach each other.
@@ -214,6 +214,19 @@ fn fails_with<T: Debug>(result: Result<T>, kind: ErrorKind) -> Error {
     let error = result.unwrap_err();
     assert_eq!(error.kind(), kind, "{error}");
     error
+}
+
+/// The same, of an error that says why.
+#[track_caller]
+fn fails_saying<T: Debug>(result: Result<T>, kind: ErrorKind, why: &str) {
+    let error = fails_with(result, kind);
+    assert!(error.to_string().contains(why), "{error}");
+}
+
+/// The bytes that a path has moved over the only link of `engine`.
+fn bytes_by(path: &str, engine: &DataDist) -> u64 {
+    let link = engine.stats().links.remove(0);
+    link.paths.iter().find(|(name, _)| *name == path).map_or(0, |(_, state)| state.bytes)
 }
 
 fn address(of: &DataDist) -> PeerAddress {
@@ -441,6 +454,22 @@ fn times(default: u32) -> u32 {
     fixtures::proptest_cases(default).cases
 }
 
+/// Runs `judge` with a linked pair for every transport, `count` times each, with the number of the round. A test that fails shows
+/// both.
+fn rounds(
+    (seed, count): (u64, u32),
+    configure: impl Fn(&mut Config),
+    judge: impl Fn(&Pair, &mut Chance, u32),
+) {
+    for way in WAYS {
+        let (pair, mut chance) = (Pair::with(way, &configure), Chance(seed));
+        for round in 0..times(count) {
+            eprintln!("{way:?}, round {round}");
+            judge(&pair, &mut chance, round);
+        }
+    }
+}
+
 /// A kind of memory at one end of a transfer.
 #[derive(Clone, Copy, Debug)]
 struct Memory {
@@ -462,17 +491,19 @@ impl Memory {
     }
 }
 
+/// Every kind of memory.
+fn memories() -> impl Iterator<Item = Memory> {
+    let of = |registered| Placement::ALL.map(|placement| Memory { registered, placement });
+    [false, true].into_iter().flat_map(of)
+}
+
 /// Runs `judge` with a linked pair for every transport and mode, and for every kind of memory of the local and the remote end.
 fn each(judge: impl Fn(bool, &Pair, Memory, Memory)) {
-    let memory =
-        [false, true].map(|registered| Placement::ALL.map(|placement| Memory { registered, placement }));
     for (way, one_sided) in WAYS.into_iter().flat_map(|way| [(way, false), (way, true)]) {
         let pair = Pair::with(way, |config| config.remote_accessible = one_sided);
-        for local in memory.into_iter().flatten() {
-            for remote in memory.into_iter().flatten() {
-                eprintln!("{way:?}, one-sided {one_sided}, {local:?}, {remote:?}");
-                judge(one_sided, &pair, local, remote);
-            }
+        for (local, remote) in memories().flat_map(|local| memories().map(move |remote| (local, remote))) {
+            eprintln!("{way:?}, one-sided {one_sided}, {local:?}, {remote:?}");
+            judge(one_sided, &pair, local, remote);
         }
         for engine in [&pair.local, &pair.remote] {
             let links = engine.stats().links;

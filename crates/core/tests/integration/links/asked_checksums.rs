@@ -175,15 +175,10 @@ fn an_owner_sums_the_bytes_that_it_sends() {
         ask(&owner.call, &read);
         let ready: Reply = hear(&owner.call).unwrap();
         assert_eq!(ready, Reply::Ready { bytes: to - from });
-        let mut right = Vec::new();
-        for tensor in [1, 3] {
-            for row in [2, 5] {
-                for piece in 0..3 {
-                    let start = row * ROW as usize + 64 + 100 * piece;
-                    right.extend_from_slice(&bytes[tensor][start..start + 16]);
-                }
-            }
-        }
+        let pieces = |tensor: usize, row: usize| {
+            [64, 164, 264].map(|start| &bytes[tensor][row * ROW as usize + start..][..16]).concat()
+        };
+        let right = [pieces(1, 2), pieces(1, 5), pieces(3, 2), pieces(3, 5)].concat();
         let right = &right[from as usize..to as usize];
         let mut got = vec![0; right.len()];
         read_exactly(&owner.call, &mut got);

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use llm_datadist_core::bindings::{DataDist, Layers, Name, Rows, Side};
 use llm_datadist_core::{CacheKind, ErrorKind, Piece, Placement, Result};
 
-use super::{Held, LONG, Pair, WAYS, each, of, row};
+use super::{Held, LONG, each, of, pairs, row};
 use crate::fixtures::{Chance, desc};
 
 const SIZE: u64 = 5000;
@@ -57,8 +57,7 @@ fn pieces_move_as_one_after_the_other() {
 
 #[test]
 fn wrong_pieces_move_nothing() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let one = |size| desc(Placement::Device, 1, 1, size);
         let [local, larger] = [SIZE as usize, 2 * SIZE as usize]
             .map(|size| Held::pool(&pair.local, &one(size), CacheKind::Blocks));

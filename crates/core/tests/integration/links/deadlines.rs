@@ -81,6 +81,17 @@ fn only_the_calling_thread_checks_for_interrupts() {
     asked_here(|| (0..times(10)).for_each(|_| pull_slot(&local, of(2, row(&source, 0)), &into).unwrap()));
 }
 
+/// Makes a call, and sets `flag` after a while.
+fn set_meanwhile<T>(flag: &'static AtomicBool, after: Duration, call: impl FnOnce() -> T) -> T {
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            thread::sleep(after);
+            flag.store(true, Ordering::SeqCst);
+        });
+        call()
+    })
+}
+
 static STOP: AtomicBool = AtomicBool::new(false);
 
 /// An interrupt ends every wait of a call: for a link, for a stream of the peer, and for its answer.
@@ -90,13 +101,8 @@ fn interrupted_call_ends() {
     let engine = open(config(1, Way::Tcp), Way::Tcp).interrupted_by(|| STOP.load(Ordering::SeqCst));
     let into = Held::pool(&engine, &desc(Placement::Host, 2, 1, 64), Batch);
     let ends = |call: &dyn Fn() -> Result<()>| {
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                thread::sleep(Duration::from_millis(600));
-                STOP.store(true, Ordering::SeqCst);
-            });
-            assert_eq!(call().unwrap_err().kind(), ErrorKind::Interrupted);
-        });
+        let interrupted = set_meanwhile(&STOP, Duration::from_millis(600), call);
+        fails_with(interrupted, ErrorKind::Interrupted);
         STOP.store(false, Ordering::SeqCst);
     };
     let link = || engine.link_clusters(&[silent.address()], LONG).remove(0);
@@ -136,16 +142,13 @@ fn interrupted_group_is_cancelled() {
     let into = Held::pool(&engine, &desc(Placement::Host, 2, 1, 64), Blocks);
     let part = member(of(2, Name::Key(KEY)), &into, block_rows(&[0], &[0]));
     let began = Instant::now();
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            thread::sleep(Duration::from_millis(300));
-            INTERRUPT.store(true, Ordering::SeqCst);
-        });
-        let group =
-            engine.transfer_group(Side::Destination, vec![part], false, CallExtras::default(), None).unwrap();
-        let interrupted: fn() -> bool = || INTERRUPT.swap(false, Ordering::SeqCst);
-        fails_with(group.join(Deadline::after(2 * LONG).watched(Some(interrupted))), ErrorKind::Interrupted);
+    let extras = CallExtras::default();
+    let group = engine.transfer_group(Side::Destination, vec![part], false, extras, None).unwrap();
+    let interrupted: fn() -> bool = || INTERRUPT.swap(false, Ordering::SeqCst);
+    let joined = set_meanwhile(&INTERRUPT, Duration::from_millis(300), || {
+        group.join(Deadline::after(2 * LONG).watched(Some(interrupted)))
     });
+    fails_with(joined, ErrorKind::Interrupted);
     let pulls = engine.stats().ops.into_iter().find(|(name, _)| *name == "pull").unwrap().1;
     assert_eq!((pulls.calls, pulls.failures), (1, 1), "the group has ended");
     assert!(began.elapsed() < LONG / 2, "the group was not cancelled");

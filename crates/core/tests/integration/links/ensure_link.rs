@@ -10,15 +10,14 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{Config, DataDist, Token};
-use llm_datadist_core::testing::net::{Address, Stream, Unix};
+use llm_datadist_core::testing::net::Stream;
 use llm_datadist_core::testing::protocol::{
     Confirm, ControlMessage, EnteredLink, LinkAnswer, MAX_METADATA, Purpose, Reply, Request,
 };
-use llm_datadist_core::{
-    ClusterId, Deadline, Error, ErrorKind, Event, PeerInfo, Result, Transfer, WhileRefused,
-};
+use llm_datadist_core::{ClusterId, Error, ErrorKind, Event, PeerInfo, Result, Transfer, WhileRefused};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
 
+use super::asynchronous::outcome;
 use super::fake_peer::{Fake, confirm, hear, hear_request, say};
 use super::{
     LONG, TOKEN, WAYS, Way, address, check_pull, config, eventually, fails_with, link, open, open_with,
@@ -39,9 +38,7 @@ fn within(local: &DataDist, address: SocketAddr, limit: Duration) -> Arc<Transfe
 
 /// The peer, or the failure.
 fn linked(transfer: &Transfer) -> Result<PeerInfo> {
-    assert!(transfer.wait(Deadline::after(LONG)).unwrap(), "the call did not end");
-    let bytes = transfer.outcome().expect("it has ended")?;
-    assert_eq!(bytes, 0);
+    assert_eq!(outcome(transfer)?, 0);
     Ok(transfer.peer().expect("the peer of a success").clone())
 }
 
@@ -381,8 +378,7 @@ fn later() -> LinkAnswer {
 #[test]
 fn a_link_between_processes_of_one_host_stays_there() {
     let engine = open(config(1, Way::Shm), Way::Shm);
-    let name = format!("llm-datadist-test-{}-ensure", std::process::id());
-    let (listener, fake) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(name.clone()), 2, 1));
+    let (listener, fake, name) = Fake::on_this_host("ensure");
     let call = at(&engine, listener.address().remote[0]);
     for _ in 0..2 {
         let (_probe, purpose) = listener.greet_with(Some(name.clone()));
@@ -627,8 +623,7 @@ fn a_short_call_does_not_fall_back_to_tcp() {
     let engine = open_with(1, Way::Shm, |config| {
         (config.links.heartbeat, config.links.silence) = (Duration::from_secs(1), LONG);
     });
-    let socket = format!("llm-datadist-test-{}-short", std::process::id());
-    let (listener, fake) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(socket.clone()), 2, 1));
+    let (listener, fake, socket) = Fake::on_this_host("short");
     let address = listener.address().remote[0];
     let call = at(&engine, address);
     let _probe = listener.greet_with(Some(socket.clone()));

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use hmac::{Hmac, KeyInit, Mac};
 use llm_datadist_core::bindings::{CacheLayout, DataDist, Geometry, PeerAddress};
-use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport};
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::plan::{Span, Template, TensorSteps};
 use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, BoundedBytes, Challenge, Confirm, EnteredLink, EntryVersion, HANDSHAKE_LIMIT,
@@ -111,6 +111,12 @@ pub struct Fake {
 impl Fake {
     pub fn new(cluster: u64, instance: u64) -> Fake {
         Fake::at(&Tcp, &Address::Tcp("127.0.0.1:0".parse().unwrap()), cluster, instance)
+    }
+
+    /// Cluster 2 twice: at a port, and at a local socket with a name of this test, to which the first one directs.
+    pub fn on_this_host(test: &str) -> (Fake, Fake, String) {
+        let name = format!("llm-datadist-test-{}-{test}", std::process::id());
+        (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(name.clone()), 2, 1), name)
     }
 
     /// Cluster 2, to which `engine` has linked, and the control stream.

@@ -7,18 +7,15 @@ use std::os::fd::AsFd;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::bindings::{Config, Mode, Token};
+use llm_datadist_core::bindings::{Config, Token};
 use llm_datadist_core::testing::net::{Address, Transport, Unix};
 use llm_datadist_core::testing::protocol::{
     Challenge, ControlMessage, HANDSHAKE_LIMIT, Hello, Proof, Purpose, Welcome, decode,
 };
-use llm_datadist_core::{CacheKind, ClusterId, ErrorKind, Result};
+use llm_datadist_core::{ClusterId, ErrorKind};
 
 use super::fake_peer::{Fake, hear, say, soon, welcome_mac};
-use super::{
-    Held, LONG, Way, check_pull, config, device, eventually, fails_with, link, of, open, pull_slot, row,
-    unlink,
-};
+use super::{LONG, Way, config, eventually, fails_saying, link, open};
 use crate::{emulation, log};
 
 /// The default configuration: no token, and no peer is admitted without a proof.
@@ -31,11 +28,6 @@ fn strict(cluster: u64, way: Way) -> Config {
 /// The name of this host, which peers on it know.
 fn host() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim().to_owned()
-}
-
-fn check_refused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
-    let refused = fails_with(result, ErrorKind::LinkFailed);
-    assert!(refused.to_string().contains(why), "{refused}");
 }
 
 /// Checks that a link still answers.
@@ -85,7 +77,7 @@ fn a_peer_with_a_token_learns_that_the_other_side_has_none() {
         (with.links.accept_remote, without.links.accept_remote) = (accept_remote, accept_remote);
         with.links.token = Some(Token::new("sixteen letters or more"));
         let refused = link(&open(with, Way::Shm), &open(without, Way::Shm));
-        check_refused(refused, "uses a token, and this side has none");
+        fails_saying(refused, ErrorKind::LinkFailed, "uses a token, and this side has none");
     }
 }
 
@@ -95,7 +87,7 @@ fn a_listener_that_proves_nothing_is_not_linked() {
         let engine = open(strict(1, way), way);
         let fake = Fake::new(2, 1);
         let refused = fake.linked_by(&engine, || fake.greet()).0;
-        check_refused(refused, "has not proved");
+        fails_saying(refused, ErrorKind::LinkFailed, "has not proved");
         assert!(engine.stats().links.is_empty());
     }
 }
@@ -128,7 +120,7 @@ fn nobody_takes_the_place_of_a_link_that_works() {
     let (peer, instance, control) = admitted.pop().unwrap();
     assert!(admitted.is_empty());
     for id in [instance, instance + 1] {
-        check_refused(Fake::new(2, instance).link(&engine, id), "its link works");
+        fails_saying(Fake::new(2, instance).link(&engine, id), ErrorKind::LinkFailed, "its link works");
     }
     answers(&control);
     peer.call(&engine, instance).unwrap();
@@ -179,7 +171,7 @@ fn a_welcome_cannot_be_changed_on_the_way() {
         say(&stream, &Welcome { mac, local: Some("elsewhere".into()), ..welcome });
         stream
     });
-    check_refused(refused, "token");
+    fails_saying(refused, ErrorKind::LinkFailed, "token");
 }
 
 #[test]
@@ -192,18 +184,4 @@ fn another_process_at_the_local_socket_is_not_the_peer() {
     assert_eq!(local.stats().links[0].transport, "tcp");
     assert!(!log::texts(&["another process answers"]).is_empty());
     eventually("nothing at the impostor", || impostor.stats().links.is_empty());
-}
-
-/// In `KvCacheManager` mode a peer may have the cluster id of this engine, which is never mistaken for the peer.
-#[test]
-fn a_peer_of_the_same_id_is_not_this_engine() {
-    let [local, remote] =
-        [(); 2].map(|()| open(Config { mode: Mode::KvCacheManager, ..config(1, Way::Tcp) }, Way::Tcp));
-    let into = Held::pool(&local, &device(2, 1, 64), CacheKind::Batch);
-    let unlinked = || pull_slot(&local, of(1, row(&into, 0)), &into).unwrap_err();
-    assert_eq!(unlinked().kind(), ErrorKind::NotLinked);
-    link(&local, &remote).unwrap();
-    check_pull(&local, &remote);
-    unlink(&local, &remote).unwrap();
-    assert_eq!(unlinked().kind(), ErrorKind::NotLinked);
 }

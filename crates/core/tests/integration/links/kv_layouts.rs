@@ -11,8 +11,8 @@ use llm_datadist_core::{
 
 use super::asynchronous::outcome;
 use super::{
-    Held, LONG, Pair, WAYS, Way, block_rows, device, fails_with, member, of, pulling, pushing, request, row,
-    times, verified,
+    Held, Pair, Way, block_rows, device, fails_saying, member, of, pairs, pulling, pushing, request, rounds,
+    row, verified,
 };
 use crate::fixtures::{Chance, kv_layout};
 use crate::kv_layouts::{Element, heads_of_rank, index_of, num_tensors, row_elements};
@@ -169,59 +169,56 @@ fn random_tokens(chance: &mut Chance, remote: u64, local: u64) -> (u64, u64, u64
 
 #[test]
 fn several_owners_fill_any_other_layout() {
-    for way in WAYS {
-        let pair = Pair::new(way);
-        let mut chance = Chance(3);
-        for round in 0..times(60) {
+    rounds(
+        (3, 60),
+        |_| (),
+        |pair, chance, round| {
             let planes = planes_of(round);
             let total = if planes == [KvPlanes::Latent] { 1 } else { 1 + chance.below(8) as u32 };
-            let (src, dst) =
-                (random_layout(&mut chance, total, planes), random_layout(&mut chance, total, planes));
+            let (src, dst) = (random_layout(chance, total, planes), random_layout(chance, total, planes));
             let (ranks, stages) = (1 + chance.below(5) as u32, 1 + chance.below(2) as u32);
             let mut owners = Vec::new();
             for (rank, stage) in (0..ranks).flat_map(|rank| (0..stages).map(move |stage| (rank, stage))) {
                 let (heads, layers) = (heads_of_rank(total, ranks, rank), heads_of_rank(4, stages, stage));
                 let layout = KvLayout { heads, layers, ..src.clone() };
-                let owner = random_rank(&mut chance, &pair.remote, layout, 20);
+                let owner = random_rank(chance, &pair.remote, layout, 20);
                 owner.fill();
                 owners.push(owner);
             }
             let (readers, reader) = (1 + chance.below(5) as u32, chance.below(5) as u32);
             let layout = KvLayout { heads: heads_of_rank(total, readers, reader % readers), ..dst };
-            let into = random_rank(&mut chance, &pair.local, layout, 20);
+            let into = random_rank(chance, &pair.local, layout, 20);
             let before = into.clear();
             let least = owners.iter().map(Rank::capacity).min().unwrap();
-            let tokens = random_tokens(&mut chance, least, into.capacity());
+            let tokens = random_tokens(chance, least, into.capacity());
             let members = owners
                 .iter()
                 .map(|remote| owner(remote, &into, sequence(remote, &into, Some(tokens))))
                 .collect();
-            let call = pair
-                .local
-                .transfer_group(Side::Destination, members, true, verified(Verify::Full), Some(LONG))
+            let extras = verified(Verify::Full);
+            outcome(&pair.local.transfer_group(Side::Destination, members, true, extras, None).unwrap())
                 .unwrap();
-            outcome(&call).unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
             into.check(before, tokens, |_| true);
             owners.iter().for_each(|owner| owner.held.free(&pair.remote));
             into.held.free(&pair.local);
-        }
-    }
+        },
+    );
 }
 
 #[test]
 fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
-    for way in WAYS {
-        let pair = Pair::with(way, |config| config.remote_accessible = true);
-        let mut chance = Chance(4);
-        for round in 0..times(40) {
+    rounds(
+        (4, 40),
+        |config| config.remote_accessible = true,
+        |pair, chance, round| {
             let planes = planes_of(round);
             let total = if planes == [KvPlanes::Latent] { 1 } else { 1 + chance.below(8) as u32 };
-            let [wide, narrow] = [0, 1].map(|_| random_layout(&mut chance, total, planes));
+            let [wide, narrow] = [0, 1].map(|_| random_layout(chance, total, planes));
             let rank = chance.below(3) as u32;
             let part = KvLayout { heads: heads_of_rank(total, 3, rank), layers: 1..3, ..narrow };
             // A pull takes a part of what the owner has; a push writes a part of what the owner has.
-            let near = random_rank(&mut chance, &pair.local, part.clone(), 20);
-            let far = random_rank(&mut chance, &pair.remote, wide, 20);
+            let near = random_rank(chance, &pair.local, part.clone(), 20);
+            let far = random_rank(chance, &pair.remote, wide, 20);
             let all = (0, 0, near.capacity().min(far.capacity()));
             far.fill();
             let before = near.clear();
@@ -233,7 +230,7 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
 
             near.fill();
             let before = far.clear();
-            let (from, to, count) = random_tokens(&mut chance, near.capacity(), far.capacity());
+            let (from, to, count) = random_tokens(chance, near.capacity(), far.capacity());
             let rows = Rows::Sequence {
                 local: near.blocks.clone(),
                 remote: far.blocks.clone(),
@@ -245,8 +242,8 @@ fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
                 |(layer, _, _, head, _): &Element| part.layers.contains(layer) && part.heads.contains(head);
             far.check(before, (from, to, count), holds);
             pair.free(&near.held, &far.held);
-        }
-    }
+        },
+    );
 }
 
 /// Pulls `rows` of `far` into `near`.
@@ -260,8 +257,7 @@ pub(super) fn good() -> KvLayout {
 
 #[test]
 fn rows_move_only_if_both_caches_or_neither_have_a_layout() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let plain = |engine| {
             let desc = CacheDesc { kv_layout: None, ..described(&good(), 3, 0) };
             let held = Held::new(engine, false, &desc, CacheKind::Blocks, &[]);
@@ -275,8 +271,7 @@ fn rows_move_only_if_both_caches_or_neither_have_a_layout() {
             far.fill();
             let before = near.clear();
             let rows = block_rows(&far.blocks, &near.blocks);
-            let error = fails_with(pull(&pair, &far, &near, rows), ErrorKind::InvalidArgument);
-            assert!(error.to_string().contains(which), "{error}");
+            fails_saying(pull(&pair, &far, &near, rows), ErrorKind::InvalidArgument, which);
             assert!(near.held.read() == before);
         }
         let (near, far) = (plain(&pair.local), plain(&pair.remote));
@@ -287,8 +282,7 @@ fn rows_move_only_if_both_caches_or_neither_have_a_layout() {
 
 #[test]
 fn a_head_that_nobody_owns_is_named_before_any_byte_moves() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let near = Rank::new(&pair.local, good(), 3, vec![0, 1]);
         let before = near.clear();
         let part = |heads| {
@@ -302,15 +296,14 @@ fn a_head_that_nobody_owns_is_named_before_any_byte_moves() {
             let extras = CallExtras::default();
             outcome(&pair.local.transfer_group(Side::Destination, members, true, extras, None).unwrap())
         };
-        let error = fails_with(pull(&owners), ErrorKind::InvalidArgument);
-        assert!(error.to_string().contains("no owner holds head 2 of layer 0"), "{error}");
+        fails_saying(pull(&owners), ErrorKind::InvalidArgument, "no owner holds head 2 of layer 0");
         // The blocks of the last owner do not fit.
         let mut owners = [part(0..2), part(2..4)];
         owners[1].blocks[1] = 3;
         let error = pull(&owners).unwrap_err();
         assert!(error.to_string().contains("src_blocks[1]=3"), "{error}");
         assert_eq!(error.fact("part"), Some("1"), "{error}");
-        assert!(near.held.read() == before, "{way:?}");
+        assert!(near.held.read() == before);
         owners[1].blocks[1] = 2;
         pull(&owners).unwrap();
         near.check(before, (0, 0, 8), |_| true);
@@ -320,8 +313,7 @@ fn a_head_that_nobody_owns_is_named_before_any_byte_moves() {
 /// A slot of a continuous cache is one block of its layout.
 #[test]
 fn a_slot_is_converted_and_its_key_is_used_up_by_a_pull_of_everything() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let slot = KvLayout { tokens_per_block: 12, order: TokenOrder::Hnd, ..good() };
         let keys = [None, Some(request(1))];
         let held = Held::new(&pair.remote, false, &described(&slot, 2, 7), CacheKind::Batch, &keys);
@@ -335,7 +327,7 @@ fn a_slot_is_converted_and_its_key_is_used_up_by_a_pull_of_everything() {
             let rows = Rows::SlotToBlocks { local: near.blocks.clone() };
             pulling(&pair.local, from, &near.held, rows, verified(Verify::Full)).run().unwrap();
             near.check(before, (0, 0, 12), |_| true);
-            assert_eq!(pair.remote.stats().table.keys, keys_left, "{way:?}");
+            assert_eq!(pair.remote.stats().table.keys, keys_left);
         }
     }
 }

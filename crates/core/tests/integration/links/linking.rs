@@ -9,7 +9,6 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::bindings::{Name, PeerAddress, Role, Token};
-use llm_datadist_core::testing::net::{Address, Unix};
 use llm_datadist_core::testing::protocol::{ControlMessage, Purpose, Reply, Request, encode};
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, ErrorKind, Result};
 use rustix::net::{Shutdown, shutdown};
@@ -17,7 +16,7 @@ use rustix::net::{Shutdown, shutdown};
 use super::fake_peer::{Fake, ask, hear, hear_request, say, soon};
 use super::identity::answers;
 use super::{
-    Held, LONG, Pair, TOKEN, WAYS, Way, address, check_pull, config, device, eventually, fails_with, link,
+    Held, LONG, Pair, TOKEN, WAYS, Way, address, check_pull, config, device, eventually, fails_saying, link,
     of, open, open_with, pull_slot, row, times, unlink,
 };
 use crate::child_process::{self, report};
@@ -77,13 +76,11 @@ fn cluster_id_passes_to_another_process_once_its_owner_has_gone() {
         let at = remote.listening();
         drop(remote);
         eventually("the end of the link", || local.stats().links.is_empty());
-        let why = fails_with(local.check_link(ClusterId(2)), ErrorKind::NotLinked);
-        assert!(why.to_string().contains("the peer was closed"), "{why}");
+        fails_saying(local.check_link(ClusterId(2)), ErrorKind::NotLinked, "the peer was closed");
         let remote = open_with(2, way, |config| config.links.listen = at);
         link(&local, &remote).unwrap();
         let second = open(config(1, way), way);
-        let refused = fails_with(link(&second, &remote), ErrorKind::LinkFailed);
-        assert!(refused.to_string().contains("two processes cannot share an id"), "{refused}");
+        fails_saying(link(&second, &remote), ErrorKind::LinkFailed, "two processes cannot share an id");
         assert_eq!(remote.stats().links.len(), 1);
         check_pull(&local, &remote);
         drop(local);
@@ -269,8 +266,7 @@ fn an_engine_that_ends_at_once_says_goodbye() {
 #[test]
 fn a_goodbye_that_is_read_late_counts() {
     let local = open(config(1, Way::Shm), Way::Shm);
-    let name = format!("llm-datadist-test-{}-late-goodbye", std::process::id());
-    let (listener, fake) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(name.clone()), 2, 1));
+    let (listener, fake, name) = Fake::on_this_host("late-goodbye");
     let (linked, (_greeted, control)) =
         listener.linked_by(&local, || (listener.greet_with(Some(name)), fake.linked()));
     linked.unwrap();
@@ -297,8 +293,7 @@ fn a_peer_that_no_longer_listens_cannot_be_called() {
     let engine = open(config(1, Way::Tcp), Way::Tcp);
     let (fake, _control) = Fake::linked_to(&engine);
     drop(fake);
-    let error = fails_with(engine.check_link(ClusterId(2)), ErrorKind::NotLinked);
-    assert!(error.to_string().contains("cannot be reached"), "{error}");
+    fails_saying(engine.check_link(ClusterId(2)), ErrorKind::NotLinked, "cannot be reached");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use llm_datadist_core::{CacheDesc, CacheKind, Verify};
 
 use super::fake_peer::{Fake, ask, hear, one_span, plan_of};
 use super::layerwise::{addressed, finish, is_done, named, start, to};
-use super::{Held, Pair, WAYS, device, of, row, times, verified};
+use super::{Held, device, of, rounds, row, verified};
 use crate::fixtures::Chance;
 
 /// A cache, and where the rows of its tensors lie.
@@ -81,22 +81,22 @@ fn random_layers(chance: &mut Chance, tensors: usize) -> (Layers, Range<usize>) 
 
 #[test]
 fn blocks_between_gaps_are_pulled_and_pushed() {
-    for way in WAYS {
-        let pair = Pair::new(way);
-        let mut chance = Chance(5);
-        for round in 0..times(50) {
+    rounds(
+        (5, 50),
+        |_| (),
+        |pair, chance, _| {
             let (tensors, count) = (1 + chance.below(8) as usize, 2 + chance.below(90));
             let row_bytes = 1 + chance.below(1200) as usize;
             let sizes = (tensors, count, row_bytes);
             let [here, there] = [&pair.local, &pair.remote]
-                .map(|engine| Padded::new(engine, &mut chance, CacheKind::Blocks, sizes));
+                .map(|engine| Padded::new(engine, chance, CacheKind::Blocks, sizes));
             let moved = 1 + chance.below(count) as usize;
             let (reads, writes) = (chance.shuffled(moved, count), chance.shuffled(moved, count));
             let pairs: Vec<(i64, i64)> = reads.iter().copied().zip(writes.iter().copied()).collect();
-            let (layers, tensors) = random_layers(&mut chance, tensors);
+            let (layers, tensors) = random_layers(chance, tensors);
             let part = match chance.below(2) {
                 0 => SubRow::default(),
-                _ => random_part(&mut chance, row_bytes as u64),
+                _ => random_part(chance, row_bytes as u64),
             };
             let verify = [Verify::Off, Verify::Sample, Verify::Full][chance.below(3) as usize];
             let (name, pulled) = (of(2, row(&there.held, 0)), chance.below(2) == 0);
@@ -109,54 +109,51 @@ fn blocks_between_gaps_are_pulled_and_pushed() {
                 (Side::Source, Rows::SubRows { local: reads, remote: writes, part })
             };
             let moved = pair.local.transfer(side, name, &here.held.end(), (rows, layers), verified(verify));
-            moved.run().unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
-            assert!(dst.held.read() == expected, "{way:?}, round {round}, pulled {pulled}");
-            assert!(src.held.read() == bytes, "{way:?}, round {round}");
+            moved.run().unwrap();
+            assert!(dst.held.read() == expected, "pulled {pulled}");
+            assert!(src.held.read() == bytes);
             pair.free(&here.held, &there.held);
-        }
-    }
+        },
+    );
 }
 
 #[test]
 fn slots_between_gaps_are_pulled_and_pushed() {
-    for way in WAYS {
-        let pair = Pair::new(way);
-        let mut chance = Chance(6);
-        for round in 0..times(30) {
+    rounds(
+        (6, 30),
+        |_| (),
+        |pair, chance, _| {
             let count = 1 + chance.below(4);
             let sizes = (1 + chance.below(6) as usize, count, 1 + chance.below(1200) as usize);
             let [here, there] = [&pair.local, &pair.remote]
-                .map(|engine| Padded::new(engine, &mut chance, CacheKind::Batch, sizes));
+                .map(|engine| Padded::new(engine, chance, CacheKind::Batch, sizes));
             let (read, written) = (chance.below(count) as u32, chance.below(count) as u32);
             let (bytes, mut expected) = (there.held.fill(1), here.held.fill(2));
             let moved = [(read.into(), written.into())];
             naive((&bytes, &there), (&mut expected, &here), &moved, SubRow::default(), 0..sizes.0);
             let from = of(2, row(&there.held, read));
-            pair.local
-                .pull(from, &here.held.end(), Rows::slot(written, -1), Layers::ALL)
-                .run()
-                .unwrap_or_else(|error| panic!("{way:?}, round {round}: {error}"));
-            assert!(here.held.read() == expected, "{way:?}, round {round}");
+            pair.local.pull(from, &here.held.end(), Rows::slot(written, -1), Layers::ALL).run().unwrap();
+            assert!(here.held.read() == expected);
 
             let back = [(written.into(), read.into())];
             let mut there_expected = there.held.fill(3);
             naive((&expected, &here), (&mut there_expected, &there), &back, SubRow::default(), 0..sizes.0);
             pair.local.push(&here.held.end(), from, Rows::slot(written, -1), Layers::ALL).run().unwrap();
-            assert!(there.held.read() == there_expected, "{way:?}, round {round}");
+            assert!(there.held.read() == there_expected);
             pair.free(&here.held, &there.held);
-        }
-    }
+        },
+    );
 }
 
 #[test]
 fn slots_are_cut_into_blocks_between_gaps() {
-    for way in WAYS {
-        let pair = Pair::new(way);
-        let mut chance = Chance(7);
-        for _ in 0..times(5) {
+    rounds(
+        (7, 5),
+        |_| (),
+        |pair, chance, _| {
             let (tensors, len) = (3, 1 + chance.below(600) as usize);
-            let here = Padded::new(&pair.local, &mut chance, CacheKind::Blocks, (tensors, 9, len));
-            let there = Padded::new(&pair.remote, &mut chance, CacheKind::Batch, (tensors, 3, 4 * len));
+            let here = Padded::new(&pair.local, chance, CacheKind::Blocks, (tensors, 9, len));
+            let there = Padded::new(&pair.remote, chance, CacheKind::Batch, (tensors, 3, 4 * len));
             let (bytes, mut expected) = (there.held.fill(1), here.held.fill(2));
             for tensor in 0..tensors {
                 for (index, block) in [5, 0, 8].into_iter().enumerate() {
@@ -166,25 +163,25 @@ fn slots_are_cut_into_blocks_between_gaps() {
             }
             let rows = Rows::SlotToBlocks { local: vec![5, 0, 8] };
             pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), rows, Layers::ALL).run().unwrap();
-            assert!(here.held.read() == expected, "{way:?}");
+            assert!(here.held.read() == expected);
             pair.free(&here.held, &there.held);
-        }
-    }
+        },
+    );
 }
 
 #[test]
 fn layers_between_gaps_are_transferred() {
-    for way in WAYS {
-        let pair = Pair::new(way);
-        let mut chance = Chance(9);
-        for round in 0..times(20) {
+    rounds(
+        (9, 20),
+        |_| (),
+        |pair, chance, _| {
             let (per_layer, layers) = (1 + chance.below(3) as u32, 1 + chance.below(3) as u32);
             let tensors = (per_layer * layers) as usize;
             let kind = if chance.below(2) == 0 { CacheKind::Blocks } else { CacheKind::Batch };
             let count = 2 + chance.below(5);
             let sizes = (tensors, count, 1 + chance.below(1200) as usize);
             let [here, there] =
-                [&pair.local, &pair.remote].map(|engine| Padded::new(engine, &mut chance, kind, sizes));
+                [&pair.local, &pair.remote].map(|engine| Padded::new(engine, chance, kind, sizes));
             let moved = 1 + chance.below(count) as usize;
             let (reads, writes) = (chance.shuffled(moved, count), chance.shuffled(moved, count));
             let unsigned = |list: &[i64]| list.iter().map(|&block| block as u64).collect::<Vec<_>>();
@@ -202,11 +199,11 @@ fn layers_between_gaps_are_transferred() {
             naive((&bytes, &here), (&mut expected, &there), &pairs, SubRow::default(), 0..tensors);
             let task = start(&pair.local, &here.held, &args, &[to(2, target, layers)]);
             finish(&task);
-            assert!(is_done(&task, 0), "{way:?}, round {round}: {:?}", task.outcomes());
-            assert!(there.held.read() == expected, "{way:?}, round {round}");
+            assert!(is_done(&task, 0), "{:?}", task.outcomes());
+            assert!(there.held.read() == expected);
             pair.free(&here.held, &there.held);
-        }
-    }
+        },
+    );
 }
 
 /// A peer that asks for bytes outside the rows of a cache is refused in every request, before a byte moves.
@@ -235,10 +232,6 @@ fn plans_that_leave_the_rows_are_refused() {
         (read(plan(2, 1, 185), 185), "exceeds the bounds"),
         (write(plan(2, 1, 185), 185), "exceeds the bounds"),
         (checksums(2, 1, 185), "exceeds the bounds"),
-        (read(plan(3, 2, 8), 16), "2 tensors from tensor 3"),
-        (write(plan(3, 2, 8), 16), "2 tensors from tensor 3"),
-        (read(plan(9, 1, 8), 8), "1 tensors from tensor 9"),
-        (checksums(9, 1, 8), "1 tensors from tensor 9"),
     ] {
         ask(&call, &request);
         match hear(&call).unwrap() {

@@ -6,7 +6,10 @@ use std::time::Duration;
 use llm_datadist_core::bindings::{DataDist, Layers, Rows};
 use llm_datadist_core::{CacheKind, Deadline, ErrorKind, KvLayout, KvPlanes, LinkState, Placement};
 
-use super::{Held, Memory, Pair, WAYS, Way, device, of, pull_blocks, pull_slot, push_blocks, push_slot, row};
+use super::{
+    Held, Memory, Pair, WAYS, Way, device, memories, of, pairs, pull_blocks, pull_slot, push_blocks,
+    push_slot, row,
+};
 use crate::emulation::PROCESS_READS;
 use crate::fixtures::{adopt, desc, pattern, pin_writes};
 use crate::registered_pages::{Pages, SEED};
@@ -73,15 +76,10 @@ fn on_device(way: Way, memory: Memory) -> bool {
 
 #[test]
 fn bytes_take_the_path_of_their_memory_and_stats_show_it() {
-    let kinds = || {
-        [false, true]
-            .into_iter()
-            .flat_map(|registered| Placement::ALL.map(|placement| Memory { registered, placement }))
-    };
     for way in WAYS {
         let pair = Pair::with(way, |config| config.remote_accessible = true);
         assert_eq!(link(&pair).sockets_reason, None);
-        for (here, there) in kinds().flat_map(|here| kinds().map(move |there| (here, there))) {
+        for (here, there) in memories().flat_map(|here| memories().map(move |there| (here, there))) {
             let what = format!("{way:?}: {here:?}, {there:?}");
             let local = here.held(&pair.local, (2, 1, 96), CacheKind::Batch, &[]);
             let remote = there.held(&pair.remote, (2, 1, 96), CacheKind::Batch, &[]);
@@ -257,11 +255,10 @@ fn rows_beside_unmapped_ones_are_only_read_by_process_id() {
 /// What fails is not counted.
 #[test]
 fn a_transfer_that_fails_is_on_no_path() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let local = Held::pool(&pair.local, &device(2, 1, 96), CacheKind::Batch);
         let remote = Held::pool(&pair.remote, &device(1, 1, 96), CacheKind::Batch);
         pull_slot(&pair.local, of(2, row(&remote, 0)), &local).unwrap_err();
-        assert!(counted(&link(&pair)).values().all(|&bytes| bytes == 0), "{way:?}");
+        assert!(counted(&link(&pair)).values().all(|&bytes| bytes == 0));
     }
 }

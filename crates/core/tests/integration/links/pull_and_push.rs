@@ -5,7 +5,6 @@
 
 use llm_datadist_core::bindings::{CacheKey, LayerRange, Layers, Name, Rows, Target};
 use llm_datadist_core::testing::model::GrantId;
-use llm_datadist_core::testing::net::{Address, Unix};
 use llm_datadist_core::testing::protocol::{Reply, Request, WireCache};
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, Deadline, ErrorKind, GrantToken, Placement};
 
@@ -13,8 +12,8 @@ use super::asynchronous::outcome;
 use super::fake_peer::{Fake, described, hear_request, say};
 use super::layerwise::{blocks, to};
 use super::{
-    Held, LONG, Pair, Way, block_rows, config, device, each, fails_with, of, open, pairs, pull_blocks,
-    pulling, push_blocks, push_slot, request, row, under,
+    Held, LONG, Pair, Way, block_rows, config, device, each, fails_saying, fails_with, of, open, pairs,
+    pull_blocks, pulling, push_blocks, push_slot, request, row, under,
 };
 use crate::fixtures::{Own, desc};
 
@@ -183,8 +182,7 @@ fn a_grant_is_no_name_of_a_remote_cache() {
         push_blocks(&pair.local, &local, &[0], of(2, name), &[0]),
         pair.local.transfer_async(&local.end(), &blocks(&[0], &[0]), layers, None).map(drop),
     ] {
-        let error = fails_with(refused, ErrorKind::InvalidArgument);
-        assert!(error.to_string().contains("pass it as the grant of a pull"), "{error}");
+        fails_saying(refused, ErrorKind::InvalidArgument, "pass it as the grant of a pull");
     }
 }
 
@@ -192,8 +190,7 @@ fn a_grant_is_no_name_of_a_remote_cache() {
 #[test]
 fn a_pull_under_an_ended_grant_fails_with_grant_ended() {
     let engine = open(config(1, Way::Shm), Way::Shm);
-    let socket = format!("llm-datadist-test-{}-reason", std::process::id());
-    let (listener, owner) = (Fake::new(2, 1), Fake::at(&Unix, &Address::Unix(socket.clone()), 2, 1));
+    let (listener, owner, socket) = Fake::on_this_host("reason");
     let (linked, _control) =
         listener.linked_by(&engine, || (listener.greet_with(Some(socket)), owner.linked()));
     linked.unwrap();

@@ -39,18 +39,15 @@ fn calls_over_a_local_socket_use_rings_in_both_directions() {
         let pair = Pair::with(way, |config| config.remote_accessible = true);
         let (local, remote) = (held(&pair.local), held(&pair.remote));
         let expected = usize::from(way.shares_sockets());
-        for round in 0..20 {
-            let source = local.fill(round);
-            push_slot(&pair.local, &local, 0, of(2, row(&remote, 0))).unwrap();
-            assert!(remote.read() == source, "{way:?}");
+        let ends = [(&pair.local, &local, 2, &remote), (&pair.remote, &remote, 1, &local)];
+        for ((engine, source, cluster, into), directions) in ends.into_iter().zip(1..) {
+            for round in 0..20 {
+                let bytes = source.fill(20 * directions as u8 + round);
+                push_slot(engine, source, 0, of(cluster, row(into, 0))).unwrap();
+                assert!(into.read() == bytes, "{way:?}");
+            }
+            assert_eq!([rings(&pair.local), rings(&pair.remote)], [directions * expected; 2], "{way:?}");
         }
-        assert_eq!((rings(&pair.local), rings(&pair.remote)), (expected, expected), "{way:?}");
-        for round in 20..40 {
-            let source = remote.fill(round);
-            push_slot(&pair.remote, &remote, 0, of(1, row(&local, 0))).unwrap();
-            assert!(local.read() == source, "{way:?}");
-        }
-        assert_eq!((rings(&pair.local), rings(&pair.remote)), (2 * expected, 2 * expected), "{way:?}");
     }
 }
 

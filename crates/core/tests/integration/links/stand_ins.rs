@@ -10,8 +10,8 @@ use std::time::Duration;
 use llm_datadist_core::bindings::{Backend, CacheKey, Config, DataDist, FabricConfig, Layers, Name, Rows};
 use llm_datadist_core::{CacheKind, Result};
 
-use super::{Held, Pair, Way, device, of};
-use crate::fixtures::eventually;
+use super::asynchronous::outcome;
+use super::{Held, Pair, Way, bytes_by, device, of};
 
 pub(super) const KEY: CacheKey = CacheKey::Blocks { model: 1 };
 pub(super) const BLOCKS: i64 = 64;
@@ -84,8 +84,7 @@ impl Controlled {
         let rows = Rows::Blocks { remote: (0..BLOCKS).rev().collect(), local: (0..BLOCKS).collect() };
         let (from, to) = (of(2, Name::Key(KEY)), self.local_cache.end());
         let transfer = self.local.pull(from, &to, rows, Layers::ALL).within(limit).start().unwrap();
-        eventually("the end of a pull", || transfer.outcome().is_some());
-        transfer.outcome().unwrap().map(|_| ())
+        outcome(&transfer).map(drop)
     }
 
     /// Whether a pull has put all blocks of a source in place.
@@ -96,8 +95,6 @@ impl Controlled {
 
     /// Returns the bytes that the stand-in and sockets have moved over the link.
     pub(super) fn paths(&self) -> (u64, u64) {
-        let link = self.local.stats().links.remove(0);
-        let bytes = |name| link.paths.iter().find(|(path, _)| *path == name).unwrap().1.bytes;
-        (bytes("fabric"), bytes("sockets"))
+        (bytes_by("fabric", &self.local), bytes_by("sockets", &self.local))
     }
 }

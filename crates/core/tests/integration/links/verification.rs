@@ -20,8 +20,8 @@ use super::asynchronous::outcome;
 use super::fake_peer::{Fake, describe, described, hear_request, say};
 use super::layerwise::{SLOTS, is_done, start, to, wait};
 use super::{
-    Held, LONG, Memory, Pair, WAYS, Way, block_rows, config, device, fails_with, member, of, open, pulling,
-    pushing, request, row, times, under, verified,
+    Held, LONG, Memory, Pair, WAYS, Way, block_rows, bytes_by, config, device, fails_with, member, of, open,
+    pairs, pulling, pushing, request, row, times, under, verified,
 };
 
 fn pulled(pair: &Pair, from: RemoteName, into: &Held, rows: &Rows, verify: Verify) -> Result<(), Error> {
@@ -120,8 +120,7 @@ fn every_flipped_bit_fails_a_full_push() {
 
 #[test]
 fn a_failed_comparison_releases_no_key_and_delivers_no_notification() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         pair.remote.poll(1).unwrap();
         let key = Some(request(1));
         let far = Held::new(&pair.remote, false, &device(2, 1, 200_000), CacheKind::Batch, &[key]);
@@ -169,8 +168,7 @@ fn a_sample_has_one_block_of_64_and_at_least_one() {
 
 #[test]
 fn blocks_that_are_written_twice_count_once() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let [near, far] = pair.pools(&device(2, 16, 256), CacheKind::Blocks);
         let bytes = far.fill(4);
         let moved = block_rows(&[1, 2, 3, 4, 3], &[7, 8, 7, 7, 8]);
@@ -191,8 +189,7 @@ fn blocks_that_are_written_twice_count_once() {
 
 #[test]
 fn a_remote_cache_that_changes_before_the_comparison_is_pulled_again_or_gone() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let near = Held::pool(&pair.local, &device(2, 1, 4096), CacheKind::Batch);
         let keys = [Some(request(1)), Some(request(2))];
         let far = Held::new(&pair.remote, false, &device(2, 2, 4096), CacheKind::Batch, &keys);
@@ -227,8 +224,7 @@ fn the_comparison_belongs_to_the_time_limit_of_the_call() {
 
 #[test]
 fn a_grant_must_last_until_the_comparison() {
-    for way in WAYS {
-        let pair = Pair::new(way);
+    for pair in pairs() {
         let [near, far] = pair.pools(&device(2, 8, 4096), CacheKind::Blocks);
         far.fill(3);
         let grant = pair.remote.grant(&far.end(), &[1, 2], LONG, 1).unwrap();
@@ -256,14 +252,8 @@ fn pulls_over_rings_are_verified_and_keep_to_their_grant() {
         let extras = CallExtras { verify: Some(Verify::Full), ..under(token) };
         pulling(&pair.local, from, &near, block_rows(&[block], &[5]), extras).run()
     };
-    let by_rings = || {
-        let link = pair.local.stats().links.remove(0);
-        let bytes_on =
-            |(name, state): &(&str, llm_datadist_core::PathState)| (*name == "rings").then_some(state.bytes);
-        link.paths.iter().find_map(bytes_on).unwrap()
-    };
     pull(2).unwrap();
-    assert_eq!(by_rings(), 2 * ROW as u64);
+    assert_eq!(bytes_by("rings", &pair.local), 2 * ROW as u64);
     for (ours, theirs) in near.read().iter().zip(&bytes) {
         assert!(ours[5 * ROW..6 * ROW] == theirs[2 * ROW..3 * ROW]);
     }
