@@ -456,13 +456,10 @@ fn times(default: u32) -> u32 {
 
 /// Runs `judge` with a linked pair for every transport, `count` times each, with the number of the round. A test that fails shows
 /// both.
-fn rounds(
-    (seed, count): (u64, u32),
-    configure: impl Fn(&mut Config),
-    judge: impl Fn(&Pair, &mut Chance, u32),
-) {
+fn rounds((seed, count): (u64, u32), one_sided: bool, judge: impl Fn(&Pair, &mut Chance, u32)) {
     for way in WAYS {
-        let (pair, mut chance) = (Pair::with(way, &configure), Chance(seed));
+        let pair = Pair::with(way, |config| config.remote_accessible = one_sided);
+        let mut chance = Chance(seed);
         for round in 0..times(count) {
             eprintln!("{way:?}, round {round}");
             judge(&pair, &mut chance, round);

@@ -169,81 +169,70 @@ fn random_tokens(chance: &mut Chance, remote: u64, local: u64) -> (u64, u64, u64
 
 #[test]
 fn several_owners_fill_any_other_layout() {
-    rounds(
-        (3, 60),
-        |_| (),
-        |pair, chance, round| {
-            let planes = planes_of(round);
-            let total = if planes == [KvPlanes::Latent] { 1 } else { 1 + chance.below(8) as u32 };
-            let (src, dst) = (random_layout(chance, total, planes), random_layout(chance, total, planes));
-            let (ranks, stages) = (1 + chance.below(5) as u32, 1 + chance.below(2) as u32);
-            let mut owners = Vec::new();
-            for (rank, stage) in (0..ranks).flat_map(|rank| (0..stages).map(move |stage| (rank, stage))) {
-                let (heads, layers) = (heads_of_rank(total, ranks, rank), heads_of_rank(4, stages, stage));
-                let layout = KvLayout { heads, layers, ..src.clone() };
-                let owner = random_rank(chance, &pair.remote, layout, 20);
-                owner.fill();
-                owners.push(owner);
-            }
-            let (readers, reader) = (1 + chance.below(5) as u32, chance.below(5) as u32);
-            let layout = KvLayout { heads: heads_of_rank(total, readers, reader % readers), ..dst };
-            let into = random_rank(chance, &pair.local, layout, 20);
-            let before = into.clear();
-            let least = owners.iter().map(Rank::capacity).min().unwrap();
-            let tokens = random_tokens(chance, least, into.capacity());
-            let members = owners
-                .iter()
-                .map(|remote| owner(remote, &into, sequence(remote, &into, Some(tokens))))
-                .collect();
-            let extras = verified(Verify::Full);
-            outcome(&pair.local.transfer_group(Side::Destination, members, true, extras, None).unwrap())
-                .unwrap();
-            into.check(before, tokens, |_| true);
-            owners.iter().for_each(|owner| owner.held.free(&pair.remote));
-            into.held.free(&pair.local);
-        },
-    );
+    rounds((3, 60), false, |pair, chance, round| {
+        let planes = planes_of(round);
+        let total = if planes == [KvPlanes::Latent] { 1 } else { 1 + chance.below(8) as u32 };
+        let (src, dst) = (random_layout(chance, total, planes), random_layout(chance, total, planes));
+        let (ranks, stages) = (1 + chance.below(5) as u32, 1 + chance.below(2) as u32);
+        let mut owners = Vec::new();
+        for (rank, stage) in (0..ranks).flat_map(|rank| (0..stages).map(move |stage| (rank, stage))) {
+            let (heads, layers) = (heads_of_rank(total, ranks, rank), heads_of_rank(4, stages, stage));
+            let layout = KvLayout { heads, layers, ..src.clone() };
+            let owner = random_rank(chance, &pair.remote, layout, 20);
+            owner.fill();
+            owners.push(owner);
+        }
+        let (readers, reader) = (1 + chance.below(5) as u32, chance.below(5) as u32);
+        let layout = KvLayout { heads: heads_of_rank(total, readers, reader % readers), ..dst };
+        let into = random_rank(chance, &pair.local, layout, 20);
+        let before = into.clear();
+        let least = owners.iter().map(Rank::capacity).min().unwrap();
+        let tokens = random_tokens(chance, least, into.capacity());
+        let members =
+            owners.iter().map(|remote| owner(remote, &into, sequence(remote, &into, Some(tokens)))).collect();
+        let extras = verified(Verify::Full);
+        outcome(&pair.local.transfer_group(Side::Destination, members, true, extras, None).unwrap()).unwrap();
+        into.check(before, tokens, |_| true);
+        owners.iter().for_each(|owner| owner.held.free(&pair.remote));
+        into.held.free(&pair.local);
+    });
 }
 
 #[test]
 fn one_owner_is_pulled_and_pushed_in_any_other_layout() {
-    rounds(
-        (4, 40),
-        |config| config.remote_accessible = true,
-        |pair, chance, round| {
-            let planes = planes_of(round);
-            let total = if planes == [KvPlanes::Latent] { 1 } else { 1 + chance.below(8) as u32 };
-            let [wide, narrow] = [0, 1].map(|_| random_layout(chance, total, planes));
-            let rank = chance.below(3) as u32;
-            let part = KvLayout { heads: heads_of_rank(total, 3, rank), layers: 1..3, ..narrow };
-            // A pull takes a part of what the owner has; a push writes a part of what the owner has.
-            let near = random_rank(chance, &pair.local, part.clone(), 20);
-            let far = random_rank(chance, &pair.remote, wide, 20);
-            let all = (0, 0, near.capacity().min(far.capacity()));
-            far.fill();
-            let before = near.clear();
-            let (remote, local) = (far.blocks.clone(), near.blocks.clone());
-            let rows = Rows::Sequence { remote, local, local_tokens: Some(0..all.2), remote_tokens: None };
-            let name = of(2, row(&far.held, 0));
-            pulling(&pair.local, name, &near.held, rows, verified(Verify::Full)).run().unwrap();
-            near.check(before, all, |_| true);
+    rounds((4, 40), true, |pair, chance, round| {
+        let planes = planes_of(round);
+        let total = if planes == [KvPlanes::Latent] { 1 } else { 1 + chance.below(8) as u32 };
+        let [wide, narrow] = [0, 1].map(|_| random_layout(chance, total, planes));
+        let rank = chance.below(3) as u32;
+        let part = KvLayout { heads: heads_of_rank(total, 3, rank), layers: 1..3, ..narrow };
+        // A pull takes a part of what the owner has; a push writes a part of what the owner has.
+        let near = random_rank(chance, &pair.local, part.clone(), 20);
+        let far = random_rank(chance, &pair.remote, wide, 20);
+        let all = (0, 0, near.capacity().min(far.capacity()));
+        far.fill();
+        let before = near.clear();
+        let (remote, local) = (far.blocks.clone(), near.blocks.clone());
+        let rows = Rows::Sequence { remote, local, local_tokens: Some(0..all.2), remote_tokens: None };
+        let name = of(2, row(&far.held, 0));
+        pulling(&pair.local, name, &near.held, rows, verified(Verify::Full)).run().unwrap();
+        near.check(before, all, |_| true);
 
-            near.fill();
-            let before = far.clear();
-            let (from, to, count) = random_tokens(chance, near.capacity(), far.capacity());
-            let rows = Rows::Sequence {
-                local: near.blocks.clone(),
-                remote: far.blocks.clone(),
-                local_tokens: Some(from..from + count),
-                remote_tokens: Some(to..to + count),
-            };
-            pushing(&pair.local, &near.held, name, rows, verified(Verify::Full)).run().unwrap();
-            let holds =
-                |(layer, _, _, head, _): &Element| part.layers.contains(layer) && part.heads.contains(head);
-            far.check(before, (from, to, count), holds);
-            pair.free(&near.held, &far.held);
-        },
-    );
+        near.fill();
+        let before = far.clear();
+        let (from, to, count) = random_tokens(chance, near.capacity(), far.capacity());
+        let rows = Rows::Sequence {
+            local: near.blocks.clone(),
+            remote: far.blocks.clone(),
+            local_tokens: Some(from..from + count),
+            remote_tokens: Some(to..to + count),
+        };
+        pushing(&pair.local, &near.held, name, rows, verified(Verify::Full)).run().unwrap();
+        let holds =
+            |(layer, _, _, head, _): &Element| part.layers.contains(layer) && part.heads.contains(head);
+        far.check(before, (from, to, count), holds);
+        pair.free(&near.held, &far.held);
+    });
 }
 
 /// Pulls `rows` of `far` into `near`.

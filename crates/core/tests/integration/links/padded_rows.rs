@@ -81,129 +81,113 @@ fn random_layers(chance: &mut Chance, tensors: usize) -> (Layers, Range<usize>) 
 
 #[test]
 fn blocks_between_gaps_are_pulled_and_pushed() {
-    rounds(
-        (5, 50),
-        |_| (),
-        |pair, chance, _| {
-            let (tensors, count) = (1 + chance.below(8) as usize, 2 + chance.below(90));
-            let row_bytes = 1 + chance.below(1200) as usize;
-            let sizes = (tensors, count, row_bytes);
-            let [here, there] = [&pair.local, &pair.remote]
-                .map(|engine| Padded::new(engine, chance, CacheKind::Blocks, sizes));
-            let moved = 1 + chance.below(count) as usize;
-            let (reads, writes) = (chance.shuffled(moved, count), chance.shuffled(moved, count));
-            let pairs: Vec<(i64, i64)> = reads.iter().copied().zip(writes.iter().copied()).collect();
-            let (layers, tensors) = random_layers(chance, tensors);
-            let part = match chance.below(2) {
-                0 => SubRow::default(),
-                _ => random_part(chance, row_bytes as u64),
-            };
-            let verify = [Verify::Off, Verify::Sample, Verify::Full][chance.below(3) as usize];
-            let (name, pulled) = (of(2, row(&there.held, 0)), chance.below(2) == 0);
-            let (src, dst) = if pulled { (&there, &here) } else { (&here, &there) };
-            let (bytes, mut expected) = (src.held.fill(1), dst.held.fill(2));
-            naive((&bytes, src), (&mut expected, dst), &pairs, part, tensors);
-            let (side, rows) = if pulled {
-                (Side::Destination, Rows::SubRows { remote: reads, local: writes, part })
-            } else {
-                (Side::Source, Rows::SubRows { local: reads, remote: writes, part })
-            };
-            let moved = pair.local.transfer(side, name, &here.held.end(), (rows, layers), verified(verify));
-            moved.run().unwrap();
-            assert!(dst.held.read() == expected, "pulled {pulled}");
-            assert!(src.held.read() == bytes);
-            pair.free(&here.held, &there.held);
-        },
-    );
+    rounds((5, 50), false, |pair, chance, _| {
+        let (tensors, count) = (1 + chance.below(8) as usize, 2 + chance.below(90));
+        let row_bytes = 1 + chance.below(1200) as usize;
+        let sizes = (tensors, count, row_bytes);
+        let [here, there] =
+            [&pair.local, &pair.remote].map(|engine| Padded::new(engine, chance, CacheKind::Blocks, sizes));
+        let moved = 1 + chance.below(count) as usize;
+        let (reads, writes) = (chance.shuffled(moved, count), chance.shuffled(moved, count));
+        let pairs: Vec<(i64, i64)> = reads.iter().copied().zip(writes.iter().copied()).collect();
+        let (layers, tensors) = random_layers(chance, tensors);
+        let part = match chance.below(2) {
+            0 => SubRow::default(),
+            _ => random_part(chance, row_bytes as u64),
+        };
+        let verify = [Verify::Off, Verify::Sample, Verify::Full][chance.below(3) as usize];
+        let (name, pulled) = (of(2, row(&there.held, 0)), chance.below(2) == 0);
+        let (src, dst) = if pulled { (&there, &here) } else { (&here, &there) };
+        let (bytes, mut expected) = (src.held.fill(1), dst.held.fill(2));
+        naive((&bytes, src), (&mut expected, dst), &pairs, part, tensors);
+        let (side, rows) = if pulled {
+            (Side::Destination, Rows::SubRows { remote: reads, local: writes, part })
+        } else {
+            (Side::Source, Rows::SubRows { local: reads, remote: writes, part })
+        };
+        let moved = pair.local.transfer(side, name, &here.held.end(), (rows, layers), verified(verify));
+        moved.run().unwrap();
+        assert!(dst.held.read() == expected, "pulled {pulled}");
+        assert!(src.held.read() == bytes);
+        pair.free(&here.held, &there.held);
+    });
 }
 
 #[test]
 fn slots_between_gaps_are_pulled_and_pushed() {
-    rounds(
-        (6, 30),
-        |_| (),
-        |pair, chance, _| {
-            let count = 1 + chance.below(4);
-            let sizes = (1 + chance.below(6) as usize, count, 1 + chance.below(1200) as usize);
-            let [here, there] = [&pair.local, &pair.remote]
-                .map(|engine| Padded::new(engine, chance, CacheKind::Batch, sizes));
-            let (read, written) = (chance.below(count) as u32, chance.below(count) as u32);
-            let (bytes, mut expected) = (there.held.fill(1), here.held.fill(2));
-            let moved = [(read.into(), written.into())];
-            naive((&bytes, &there), (&mut expected, &here), &moved, SubRow::default(), 0..sizes.0);
-            let from = of(2, row(&there.held, read));
-            pair.local.pull(from, &here.held.end(), Rows::slot(written, -1), Layers::ALL).run().unwrap();
-            assert!(here.held.read() == expected);
+    rounds((6, 30), false, |pair, chance, _| {
+        let count = 1 + chance.below(4);
+        let sizes = (1 + chance.below(6) as usize, count, 1 + chance.below(1200) as usize);
+        let [here, there] =
+            [&pair.local, &pair.remote].map(|engine| Padded::new(engine, chance, CacheKind::Batch, sizes));
+        let (read, written) = (chance.below(count) as u32, chance.below(count) as u32);
+        let (bytes, mut expected) = (there.held.fill(1), here.held.fill(2));
+        let moved = [(read.into(), written.into())];
+        naive((&bytes, &there), (&mut expected, &here), &moved, SubRow::default(), 0..sizes.0);
+        let from = of(2, row(&there.held, read));
+        pair.local.pull(from, &here.held.end(), Rows::slot(written, -1), Layers::ALL).run().unwrap();
+        assert!(here.held.read() == expected);
 
-            let back = [(written.into(), read.into())];
-            let mut there_expected = there.held.fill(3);
-            naive((&expected, &here), (&mut there_expected, &there), &back, SubRow::default(), 0..sizes.0);
-            pair.local.push(&here.held.end(), from, Rows::slot(written, -1), Layers::ALL).run().unwrap();
-            assert!(there.held.read() == there_expected);
-            pair.free(&here.held, &there.held);
-        },
-    );
+        let back = [(written.into(), read.into())];
+        let mut there_expected = there.held.fill(3);
+        naive((&expected, &here), (&mut there_expected, &there), &back, SubRow::default(), 0..sizes.0);
+        pair.local.push(&here.held.end(), from, Rows::slot(written, -1), Layers::ALL).run().unwrap();
+        assert!(there.held.read() == there_expected);
+        pair.free(&here.held, &there.held);
+    });
 }
 
 #[test]
 fn slots_are_cut_into_blocks_between_gaps() {
-    rounds(
-        (7, 5),
-        |_| (),
-        |pair, chance, _| {
-            let (tensors, len) = (3, 1 + chance.below(600) as usize);
-            let here = Padded::new(&pair.local, chance, CacheKind::Blocks, (tensors, 9, len));
-            let there = Padded::new(&pair.remote, chance, CacheKind::Batch, (tensors, 3, 4 * len));
-            let (bytes, mut expected) = (there.held.fill(1), here.held.fill(2));
-            for tensor in 0..tensors {
-                for (index, block) in [5, 0, 8].into_iter().enumerate() {
-                    let part = &bytes[tensor][there.part(2, index * len, len)];
-                    expected[tensor][here.part(block, 0, len)].copy_from_slice(part);
-                }
+    rounds((7, 5), false, |pair, chance, _| {
+        let (tensors, len) = (3, 1 + chance.below(600) as usize);
+        let here = Padded::new(&pair.local, chance, CacheKind::Blocks, (tensors, 9, len));
+        let there = Padded::new(&pair.remote, chance, CacheKind::Batch, (tensors, 3, 4 * len));
+        let (bytes, mut expected) = (there.held.fill(1), here.held.fill(2));
+        for tensor in 0..tensors {
+            for (index, block) in [5, 0, 8].into_iter().enumerate() {
+                let part = &bytes[tensor][there.part(2, index * len, len)];
+                expected[tensor][here.part(block, 0, len)].copy_from_slice(part);
             }
-            let rows = Rows::SlotToBlocks { local: vec![5, 0, 8] };
-            pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), rows, Layers::ALL).run().unwrap();
-            assert!(here.held.read() == expected);
-            pair.free(&here.held, &there.held);
-        },
-    );
+        }
+        let rows = Rows::SlotToBlocks { local: vec![5, 0, 8] };
+        pair.local.pull(of(2, row(&there.held, 2)), &here.held.end(), rows, Layers::ALL).run().unwrap();
+        assert!(here.held.read() == expected);
+        pair.free(&here.held, &there.held);
+    });
 }
 
 #[test]
 fn layers_between_gaps_are_transferred() {
-    rounds(
-        (9, 20),
-        |_| (),
-        |pair, chance, _| {
-            let (per_layer, layers) = (1 + chance.below(3) as u32, 1 + chance.below(3) as u32);
-            let tensors = (per_layer * layers) as usize;
-            let kind = if chance.below(2) == 0 { CacheKind::Blocks } else { CacheKind::Batch };
-            let count = 2 + chance.below(5);
-            let sizes = (tensors, count, 1 + chance.below(1200) as usize);
-            let [here, there] =
-                [&pair.local, &pair.remote].map(|engine| Padded::new(engine, chance, kind, sizes));
-            let moved = 1 + chance.below(count) as usize;
-            let (reads, writes) = (chance.shuffled(moved, count), chance.shuffled(moved, count));
-            let unsigned = |list: &[i64]| list.iter().map(|&block| block as u64).collect::<Vec<_>>();
-            let (src_blocks, dst_blocks, pairs) = if kind == CacheKind::Blocks {
-                let pairs = reads.iter().copied().zip(writes.iter().copied()).collect();
-                (unsigned(&reads), unsigned(&writes), pairs)
-            } else {
-                (vec![], vec![], vec![(0, 0)])
-            };
-            let args =
-                LayerwiseArgs { src_blocks, dst_blocks, dst_block_bytes: None, tensors_per_layer: per_layer };
-            // Blocks beyond an address follow each other there, unless the cache has gaps, and so do they in the cache.
-            let target = if chance.below(2) == 0 { named(&there.held) } else { addressed(&there.held) };
-            let (bytes, mut expected) = (here.held.fill(1), there.held.fill(2));
-            naive((&bytes, &here), (&mut expected, &there), &pairs, SubRow::default(), 0..tensors);
-            let task = start(&pair.local, &here.held, &args, &[to(2, target, layers)]);
-            finish(&task);
-            assert!(is_done(&task, 0), "{:?}", task.outcomes());
-            assert!(there.held.read() == expected);
-            pair.free(&here.held, &there.held);
-        },
-    );
+    rounds((9, 20), false, |pair, chance, _| {
+        let (per_layer, layers) = (1 + chance.below(3) as u32, 1 + chance.below(3) as u32);
+        let tensors = (per_layer * layers) as usize;
+        let kind = if chance.below(2) == 0 { CacheKind::Blocks } else { CacheKind::Batch };
+        let count = 2 + chance.below(5);
+        let sizes = (tensors, count, 1 + chance.below(1200) as usize);
+        let [here, there] =
+            [&pair.local, &pair.remote].map(|engine| Padded::new(engine, chance, kind, sizes));
+        let moved = 1 + chance.below(count) as usize;
+        let (reads, writes) = (chance.shuffled(moved, count), chance.shuffled(moved, count));
+        let unsigned = |list: &[i64]| list.iter().map(|&block| block as u64).collect::<Vec<_>>();
+        let (src_blocks, dst_blocks, pairs) = if kind == CacheKind::Blocks {
+            let pairs = reads.iter().copied().zip(writes.iter().copied()).collect();
+            (unsigned(&reads), unsigned(&writes), pairs)
+        } else {
+            (vec![], vec![], vec![(0, 0)])
+        };
+        let args =
+            LayerwiseArgs { src_blocks, dst_blocks, dst_block_bytes: None, tensors_per_layer: per_layer };
+        // Blocks beyond an address follow each other there, unless the cache has gaps, and so do they in the cache.
+        let target = if chance.below(2) == 0 { named(&there.held) } else { addressed(&there.held) };
+        let (bytes, mut expected) = (here.held.fill(1), there.held.fill(2));
+        naive((&bytes, &here), (&mut expected, &there), &pairs, SubRow::default(), 0..tensors);
+        let task = start(&pair.local, &here.held, &args, &[to(2, target, layers)]);
+        finish(&task);
+        assert!(is_done(&task, 0), "{:?}", task.outcomes());
+        assert!(there.held.read() == expected);
+        pair.free(&here.held, &there.held);
+    });
 }
 
 /// A peer that asks for bytes outside the rows of a cache is refused in every request, before a byte moves.
