@@ -45,8 +45,7 @@ fn push(pair: &Pair, from: &Held, to: &Held, block: i64) -> Result<()> {
 }
 
 fn timed_out<T: std::fmt::Debug>(result: Result<T>) -> Error {
-    let error = fails_with(result, ErrorKind::Timeout);
-    error
+    fails_with(result, ErrorKind::Timeout)
 }
 
 /// Repeats the call until it times out while the kernel is reading. On a busy machine, it may time out before that.
