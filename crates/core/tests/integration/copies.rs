@@ -103,8 +103,9 @@ fn a_copy_checks_both_caches() {
     refused(&host, &host, &[(0, 0)], SubRow { dst_offset: 4, ..some }, "dst: byte offset 4");
     engine.copy(&end(&host), &end(&long), &[(0, 0)], some, None).run().unwrap();
     engine.deallocate(long.id()).unwrap();
-    let gone = engine.copy(&end(&long), &end(&host), &[], all, None).run();
-    assert_eq!(gone.unwrap_err().kind(), ErrorKind::CacheNotFound);
+    let gone = engine.copy(&end(&long), &end(&host), &[], all, None).run().unwrap_err();
+    let id = long.id().to_string();
+    assert_eq!((gone.kind(), gone.fact("cache_id")), (ErrorKind::CacheNotFound, Some(&*id)), "{gone}");
 }
 
 /// The verification of a call wins over the configured one.

@@ -218,9 +218,10 @@ fn fails_with<T: Debug>(result: Result<T>, kind: ErrorKind) -> Error {
 
 /// The same, of an error that says why.
 #[track_caller]
-fn fails_saying<T: Debug>(result: Result<T>, kind: ErrorKind, why: &str) {
+fn fails_saying<T: Debug>(result: Result<T>, kind: ErrorKind, why: &str) -> Error {
     let error = fails_with(result, kind);
     assert!(error.to_string().contains(why), "{error}");
+    error
 }
 
 /// The bytes that a path has moved over the only link of `engine`.
