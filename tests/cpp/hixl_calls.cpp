@@ -1,5 +1,5 @@
-// The class hixl::Hixl in one process: every status that can be provoked there, bad input, and bytes. Each command is one
-// test. Not for: peers in other processes, dead and stopped ones (tests/test_hixl_*.py).
+// The class hixl::Hixl: every status that can be provoked in one process, bad input, and bytes, and a peer in another
+// process. Each command is one test. Not for: peers that stop or die (tests/test_hixl_*.py).
 #include <arpa/inet.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -64,13 +64,14 @@ class Socket {
 
 AscendString FreeAddress() { return Socket().Address(); }
 
-// An engine with one page that it has registered.
+// An engine with one page, or more memory, that it has registered.
 class End {
  public:
-  explicit End(const AscendString &address, uint8_t fill = 0, const std::map<AscendString, AscendString> &options = {})
-      : page(kPage, fill), address_(address) {
+  explicit End(const AscendString &address, uint8_t fill = 0, const std::map<AscendString, AscendString> &options = {},
+               size_t size = kPage)
+      : page(size, fill), address_(address) {
     CHECK_STATUS(engine.Initialize(address, options), SUCCESS);
-    CHECK_STATUS(engine.RegisterMem({At(0), kPage}, MEM_DEVICE, handle), SUCCESS);
+    CHECK_STATUS(engine.RegisterMem({At(0), size}, MEM_DEVICE, handle), SUCCESS);
     CHECK(handle != nullptr);
   }
 
@@ -543,6 +544,32 @@ void Adxl() {
   CHECK_STATUS(adxl::AdxlEngine::FreeMem(theirs), adxl::SUCCESS);
 }
 
+// Reads from and writes to an engine of another process, which does so with this one when this one has printed a line.
+// Until there is a line of input, this process makes no call.
+void Peer(const AscendString &address, uintptr_t remote) {
+  constexpr size_t kHalf = size_t{4} << 20U;  // above what rings carry
+  End a(FreeAddress(), 7, {}, 2 * kHalf);
+  const std::vector<TransferOpDesc> read{{a.At(0), remote, kHalf}};
+  CHECK_STATUS(a.engine.TransferSync(address, READ, read, kLimit), NOT_CONNECTED);
+  CHECK_STATUS(a.engine.Connect(address, kLimit), SUCCESS);
+  CHECK_STATUS(a.engine.TransferSync(address, WRITE, {{a.At(kHalf), remote + kHalf, kHalf}}, kLimit), SUCCESS);
+  TransferReq request = nullptr;
+  CHECK_STATUS(a.engine.TransferAsync(address, READ, read, TransferArgs{}, request), SUCCESS);
+  auto state = TransferStatus::WAITING;
+  while (state == TransferStatus::WAITING) {
+    CHECK_STATUS(a.engine.GetTransferStatus(request, state), SUCCESS);
+  }
+  CHECK(state == TransferStatus::COMPLETED);
+  CHECK_STATUS(a.engine.SendNotify(address, {"moved", AscendString("\0\xC3\xA9", 3)}, kLimit), SUCCESS);
+  std::cout << a.Address().GetString() << " " << a.At(0) << std::endl;
+  CHECK(std::cin.get() == '\n');
+  CHECK(a.page == std::vector<uint8_t>(2 * kHalf, 5));
+  std::vector<NotifyDesc> notifies;
+  CHECK_STATUS(a.engine.GetNotifies(notifies), SUCCESS);
+  CHECK(notifies.size() == 1 && notifies[0].name == "moved" && notifies[0].notify_msg == "back");
+  CHECK_STATUS(a.engine.Disconnect(address, kLimit), SUCCESS);
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -551,8 +578,12 @@ int main(int argc, char **argv) {
                                                 {"ranges", Ranges},       {"requests", Requests},
                                                 {"notifications", Notifications}, {"connections", Connections},
                                                 {"threads", Threads},     {"adxl", Adxl}};
-  CHECK(argc == 2 && tests.count(argv[1]) == 1);
-  tests.at(argv[1])();
+  if (argc == 4 && std::string(argv[1]) == "peer") {
+    Peer(argv[2], std::stoull(argv[3]));
+  } else {
+    CHECK(argc == 2 && tests.count(argv[1]) == 1);
+    tests.at(argv[1])();
+  }
   std::cout << "done" << std::endl;
   return 0;
 }
