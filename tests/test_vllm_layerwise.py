@@ -221,6 +221,17 @@ def test_a_request_that_prefill_aborts_fails_the_receive(when: str) -> None:
         decode.fails("ended without a result")
 
 
+def test_a_decode_that_is_killed_while_it_reads_gives_the_blocks_back() -> None:
+    """Long before the lease would end."""
+    with computing_for({"lease_ms": 3_600_000}) as (computing, decode):
+        computing.step(0, 2)
+        eventually(lambda: in_place(decode, computing.sequence, range(64), range(LAYERS)))
+        decode.workers[0].kill()
+        computing.step(2, 5)
+        computing.finish()
+        computing.side.frees("request")
+
+
 @pytest.mark.parametrize("computed", [0, 1])
 def test_model_failure_fails_receive(computed: int) -> None:
     """vLLM ends the step in the same way, but not all layers have their content."""
