@@ -60,13 +60,13 @@ class Decode:
         self.pulls.append(Mock(nanos=1, bytes=1))
         return self.pulls[-1]
 
-    def hold(self, request: str, engine: str = NAME, *, ports: tuple[int, ...] = (1,)) -> None:
-        handover = Handover("t", engine, [f"{engine}:{port}" for port in ports], "100:", [32])
+    def hold(self, request: str, engine: str = NAME, *, ports: tuple[int, ...] = (1,), block_size: int = 32) -> None:
+        handover = Handover("t", engine, [f"{engine}:{port}" for port in ports], "100:", [block_size])
         self.receiving.hold(Await(request, handover))
 
-    def begin(self, request: str, engine: str = NAME, *, ports: tuple[int, ...] = (1,), held: bool = False) -> None:
+    def begin(self, request: str, engine: str = NAME, *, held: bool = False, **given: Any) -> None:
         if not held:
-            self.hold(request, engine, ports=ports)
+            self.hold(request, engine, **given)
         self.receiving.begin(Receive(request, [[1, 2, 3, 4]], 0, 100), time.monotonic())
 
     def lend(self, peer: Any, receive: int = 0) -> None:
@@ -248,18 +248,19 @@ def test_receives_fail_in_the_order_of_their_deadlines(decode: Decode) -> None:
 
 
 def test_a_link_and_computed_layers_are_progress(decode: Decode) -> None:
-    """Layers also if decode cannot pull them yet. An older message is none."""
-    decode.begin("one")
+    """Layers also if decode cannot pull them yet, because the block sizes differ. An older message is none."""
+    decode.begin("one", block_size=64)
     due = [decode.receiving.next_due()]
     peer = decode.link_up()
     due.append(decode.receiving.next_due())
-    decode.receiving.heard(peer, Lent("t", 0, 0, 0, [[5, 6, 7, 8]], [[b"grant"]], 0, True))
-    for layers in (1, 2, 1):
-        due.append(decode.receiving.next_due())
-        decode.receiving.heard(peer, Ready([("t", 0)], layers))
-    *earlier, last = due
-    assert sorted({*earlier}) == earlier
-    assert decode.receiving.next_due() == last
+    decode.receiving.heard(peer, Lent("t", 0, 0, 0, [[5, 6]], [[b"keys", b"values"]], 0, True))
+    due.append(decode.receiving.next_due())
+    decode.receiving.heard(peer, Ready([("t", 0)], 1))
+    due.append(decode.receiving.next_due())
+    assert sorted({*due}) == due
+    decode.receiving.heard(peer, Ready([("t", 0)], 1))
+    assert decode.receiving.next_due() == due[-1]
+    assert decode.pulls == []
 
 
 def test_each_prefill_with_a_ticket_gets_done(decode: Decode) -> None:
