@@ -339,7 +339,7 @@ def test_receives_are_spans() -> None:
         decode.receive(prefill.handover("there"), 60)
         decode.received()
         decode.receive(prefill.handover("nobody"), 30, name="gone")
-        decode.fails("", "gone")
+        eventually(lambda: decode.all_ended("gone", "failed"))
         (good, bad) = decode.workers[0].spans()
         assert (good[0], good[2], bad[2]) == ("llm_datadist.receive", "UNSET", "ERROR")
         assert good[1].pop("llm_datadist.pull_seconds") > 0
