@@ -53,22 +53,6 @@ def test_every_call_follows_the_option(ends: Ends, way: dict[str, Any]) -> None:
         counts(2, lambda: local.push_cache(to, "s", 2))
 
 
-def test_copies_and_swaps_follow_the_option_of_the_engine(ends: Ends) -> None:
-    local = ends.local(options(llm__Verify="full"))
-    local.allocate("d", 8, 5000, 3, blocks=True, seed=1)
-    local.allocate("h", 8, 5000, 3, blocks=True, host=True)
-    local.allocate("s", 3, 70_000, 2, seed=2)
-    local.swap_blocks("d", "h", [(0, 1), (1, 2), (7, 0)])
-    assert verified(local) == (3, 0)
-    local.swap_blocks("h", "d", [(1, 4)])
-    assert verified(local) == (4, 0)
-    local.copy_blocks("d", [(1, 2), (2, 3), (5, 5)])
-    assert verified(local) == (6, 0)
-    local.copy_cache("s", "s", 1, 2)  # two pieces of each slot
-    assert verified(local) == (8, 0)
-    assert (local.read("s")[1][1] == local.read("s")[1][2]).all()
-
-
 def test_a_mismatch_fails_the_call(ends: Ends) -> None:
     settings = options(llm__LinkTransport="tcp", llm__Verify="full")
     remote, local = ends.peer(settings), ends.local(settings)

@@ -29,6 +29,10 @@ def value(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest() * (VALUE // 32)
 
 
+def put(store: Store, *numbers: int) -> list[bool]:
+    return store.put([key(number) for number in numbers], [value(number) for number in numbers])
+
+
 def got(store: Store, number: int) -> bytes | None:
     """Return the value of a key, or `None` for a miss."""
     buffer = bytearray(VALUE)
@@ -63,6 +67,15 @@ def stop(started: subprocess.Popen[str]) -> int:
     os.kill(pid, signal.SIGSTOP)
     eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     return pid
+
+
+@contextlib.contextmanager
+def serving(socket: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run `llm-datadist serve` with 64 values of 64 KiB, ready for clients."""
+    command = (sys.executable, "-m", "llm_datadist", "serve", "--memory", "4MiB", "--socket", str(socket))
+    with process(*command) as started:
+        assert line(started) == f"ready: 64 values of 64KiB at {socket}\n"
+        yield started
 
 
 def opened(socket: Path, **options: Any) -> Store:

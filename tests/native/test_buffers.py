@@ -18,10 +18,10 @@ import pytest
 
 from llm_datadist.native import Cache, CacheBuffer, Closed, Engine, NotFound, OutOfMemory
 
-from .helpers import LIMIT, Model, allocate, contents, refused
+from .helpers import allocate, contents, refused
 
 if TYPE_CHECKING:
-    from .conftest import Open, Pair
+    from .conftest import Open
 
 PAGE, POOL = 4096, 2 << 20
 SHAPES = [(1, 1, 1), (2, 4, 256), (3, 5, 7), (4, 1, PAGE), (2, 3, PAGE + 1), (61, 2, 33)]
@@ -145,16 +145,6 @@ def test_memory_stays_while_anything_looks_at_it(start: Open, way: str) -> None:
     gc.collect()
 
 
-def test_released_memory_returns_to_the_pool(engine: Engine) -> None:
-    cache = allocate(engine, contiguous=True)
-    view = cache.buffer
-    cache.free()
-    assert used(engine)["device"] > 0
-    del view
-    gc.collect()
-    assert used(engine)["device"] == 0
-
-
 def test_references_are_counted(engine: Engine) -> None:
     cache = allocate(engine, contiguous=True)
     view = cache.buffer
@@ -191,13 +181,3 @@ def test_class_of_buffers_is_closed(engine: Engine) -> None:
             closed(*wrong)
     with pytest.raises(TypeError):
         type("Mine", (closed,), {})
-
-
-def test_peers_read_and_write_it(pair: Pair) -> None:
-    mine, theirs = pair.caches(contiguous=True)
-    model, before = Model(mine), Model(theirs)
-    pair.local.pull(mine[[0, 5, 1]], pair.peer["kv"][[5, 0, 3]]).result(LIMIT)
-    model.write([0, 5, 1], before, [5, 0, 3]).check(mine)
-    assert whole(mine).tobytes() == b"".join(contents(mine))
-    pair.local.push(pair.peer["kv"][[4, 2]], mine[[0, 1]]).result(LIMIT)
-    before.write([4, 2], model, [0, 1]).check(theirs)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from llm_datadist.native import Cache, Completed, Engine, InvalidArgument, NotFound, Transfer
+from llm_datadist.native import Cache, Completed, Engine, InvalidArgument, Transfer
 
-from .helpers import BLOCKS, LIMIT, Model, allocate, check_times, fails, fill, gather, layout, of, refused
+from .helpers import BLOCKS, LIMIT, Model, allocate, check_times, fails, fill, layout, of, refused
 
 if TYPE_CHECKING:
     from .conftest import Open, Pair
@@ -58,32 +57,6 @@ def test_last_of_repeated_destinations_counts(engine: Engine) -> None:
     model = Model(kv)
     engine.copy(kv[[3, 3, 4, 3]], host[[1, 2, 3, 4]]).result(LIMIT)
     model.write([3, 4], Model(host), [4, 3]).check(kv)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_many_copies_in_random_order(engine: Engine, seed: int) -> None:
-    """Copies that run at once and share no block, then the next ones: the caches equal a plain model at each step."""
-    drawn = random.Random(seed)  # noqa: S311
-    caches = [allocate(engine, str(number), number, pool=pool) for number, pool in enumerate(["device", "host"] * 2)]
-    models = [Model(cache) for cache in caches]
-    for _ in range(20):
-        free = [(number, block) for number in range(4) for block in range(BLOCKS)]
-        drawn.shuffle(free)
-        started = []
-        for _ in range(6):
-            dst, src = drawn.randrange(4), drawn.randrange(4)
-            count = drawn.randrange(1, 4)
-            to = [block for number, block in free if number == dst][:count]
-            free = [entry for entry in free if entry not in {(dst, block) for block in to}]
-            from_ = [block for number, block in free if number == src][: len(to)]
-            free = [entry for entry in free if entry not in {(src, block) for block in from_}]
-            to = to[: len(from_)]
-            models[dst].write(to, models[src], from_)
-            started.append(engine.copy(caches[dst][to], caches[src][from_]))
-        for transfer in started:
-            transfer.result(LIMIT)
-        for model, cache in zip(models, caches):
-            model.check(cache)
 
 
 def test_nothing(engine: Engine) -> None:
@@ -162,23 +135,3 @@ def test_wrong_arguments(pair: Pair, start: Open) -> None:
         engine.copy(dst=rows, src=rows)  # type: ignore[call-arg]
     model.check(kv)
     assert of(Completed, engine.events()) == [], "a refused call has no event"
-
-
-def test_freed_cache(engine: Engine) -> None:
-    kv, other = allocate(engine, seed=1), allocate(engine, "other")
-    rows = other[[1]]
-    other.free()
-    fails(NotFound, lambda: engine.copy(kv[[1]], rows))
-    fails(NotFound, lambda: engine.copy(rows, kv[[1]]))
-    allocate(engine, "other")
-    fails(NotFound, lambda: engine.copy(kv[[1]], rows))
-
-
-def test_events_of_copies(engine: Engine) -> None:
-    kv = allocate(engine)
-    started = [engine.copy(kv[[number]], kv[[0]]) for number in range(1, 9)]
-    done = of(Completed, gather(engine, lambda seen: len(seen) >= 8))
-    assert {event.transfer for event in done} == set(started)
-    assert [event.error for event in done] == [None] * 8
-    assert all(transfer.done() for transfer in started)
-    assert engine.events() == []

@@ -6,16 +6,15 @@ import gc
 import json
 import os
 import socket
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ids import short
-from llm_datadist.native import Closed, Engine, Error, InvalidArgument, OutOfMemory, TensorView
-from peers import eventually
+from llm_datadist.native import Closed, Engine, Error, InvalidArgument, OutOfMemory, PeerUp, TensorView
+from peers import eventually, together
 
-from .helpers import LIMIT, allocate, check_times, closed, contents, fails, layout, refused, run_alone
+from .helpers import LIMIT, address, allocate, check_times, closed, contents, fails, layout, of, refused, run_alone
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,6 +162,7 @@ def test_closed_engine_refuses_every_call(pair: Pair) -> None:
     cache, _ = pair.caches()
     rows, remote_kv = cache[[1]], peer["kv"][[1]]
     grant = local.lend(cache[[2]], ttl=LIMIT)
+    token = grant.token
     done, running = local.copy(cache[[3]], cache[[4]]), local.push(remote_kv, rows, layerwise=True)
     done.result(LIMIT)
     before, views = contents(cache), cache.tensors
@@ -183,7 +183,7 @@ def test_closed_engine_refuses_every_call(pair: Pair) -> None:
     running.ready(0)
     assert views[0].numpy().tobytes() == before[0], "views stay readable"
     assert cache.free().result(LIMIT) is None
-    assert not peer.alive
+    assert (peer.alive, peer.name, peer.metadata, grant.token) == (False, "remote", b"", token)
     assert repr(local)
 
 
@@ -207,18 +207,6 @@ def test_views_outlive_the_engine() -> None:
     gc.collect()
     assert (array == expected).all()
     array[:] = 7
-
-
-def test_close_waits_for_transfers(pair: Pair) -> None:
-    mine, _ = pair.caches()
-    push = pair.local.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True)
-    closing = threading.Thread(target=pair.local.close, args=(LIMIT,))
-    closing.start()
-    for layer in range(4):
-        push.ready(layer)
-    closing.join(LIMIT)
-    assert not closing.is_alive()
-    assert push.result(0) is None
 
 
 def test_close_ends_transfers_after_its_time(pair: Pair) -> None:
@@ -258,6 +246,24 @@ def test_limit_of_events(engine: Engine) -> None:
     started = [engine.copy(cache[[1]], cache[[2]]) for _ in range(5)]
     eventually(lambda: all(transfer.done() for transfer in started))
     assert [len(engine.events(2)) for _ in range(4)] == [2, 2, 1, 0]
+
+
+def test_engines_of_many_threads(start: Open) -> None:
+    """Engines open, link, pull and close in several threads at once."""
+    hub = start(listen="127.0.0.1:0")
+    theirs = allocate(hub, seed=9)
+
+    def one(number: int) -> None:
+        for round_ in range(5):
+            with Engine(pool="256KiB", page="4KiB", name=f"{number}/{round_}") as engine:
+                mine = allocate(engine)
+                peer = engine.link(address(hub)).result(LIMIT)
+                engine.pull(mine[:], peer["kv"][0:16], verify="full").result(LIMIT)
+                assert contents(mine) == contents(theirs)
+
+    together(6, one)
+    eventually(lambda: hub.peers == [])
+    assert len(of(PeerUp, hub.events())) == 30
 
 
 def test_attributes_cannot_be_set(engine: Engine) -> None:

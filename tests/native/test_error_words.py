@@ -133,9 +133,7 @@ def test_error_about_a_layout_names_the_argument(engine: Engine) -> None:
 
 
 def test_errors_of_opening(start: Open) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         at = "{}:{}".format(*taken.getsockname())
         error = native(Error, lambda: start(listen=at), "failed", at)
         assert error.errno == errno.EADDRINUSE
@@ -191,9 +189,7 @@ def test_errors_of_linking(start: Open) -> None:
     native(PeerLost, lambda: start().link(of_one), "link_failed", "option=token", of_one)
     native(InvalidArgument, lambda: one.link(of_one), "invalid_argument", "address")
     native(PeerLost, lambda: start(token="a" * 16).link(of_one, name="x"), "link_failed", "x")
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         at = "{}:{}".format(*silent.getsockname())
         native(Timeout, lambda: other.link(at, timeout=0.3), "timeout", at)
 

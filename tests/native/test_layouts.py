@@ -110,23 +110,6 @@ def swapped(given: Sequence[Any]) -> list[Any]:
     return [(src, dst) for dst, src in given]
 
 
-def test_pipeline_and_tensor_parallel_owners(start: Open, carried_by: str) -> None:
-    """Owners of other layers and heads, with other blocks and orders, fill one cache."""
-    local, remote, remote_kv = ranks(start, carried_by, 3)
-    whole = sequence(48, 7)
-    parts = [
-        layout(16, layers=range(1)),
-        layout(24, rank(0, 2), layers=range(1, 3), order="HND"),
-        layout(48, rank(1, 2), layers=range(1, 3)),
-    ]
-    lists, all_of = [[2, 1, 0], [1, 2], [3]], layout(12)
-    for engine, of, blocks in zip(remote, parts, lists):
-        owner(engine, "kv", of, blocks, whole)
-    cache, expected = reader(local, "n", all_of, 5)
-    local.pull(pairs(cache[[4, 2, 0, 1]].part(tokens=range(48)), remote_kv, lists)).result(LIMIT)
-    assert holds(cache, put(expected, all_of, [4, 2, 0, 1], whole))
-
-
 def test_owners_whose_caches_were_replaced(start: Open, carried_by: str) -> None:
     """What an earlier pull learnt about a cache is not used for another one of the same name."""
     local, remote, remote_kv = ranks(start, carried_by, 2)
@@ -145,23 +128,6 @@ def test_owners_whose_caches_were_replaced(start: Open, carried_by: str) -> None
     owner(remote[1], "kv", layout(16, rank(0, 2)), [9, 8, 7], again)
     local.pull(pairs(rows, remote_kv, lists)).result(LIMIT)
     assert holds(cache, put(expected, target, to, again))
-
-
-def test_owners_with_different_numbers_of_tokens(start: Open, carried_by: str) -> None:
-    """Otherwise, some heads would have fewer tokens than others."""
-    local, remote, remote_kv = ranks(start, carried_by, 2)
-    whole, of = sequence(32, 24), layout(32)
-    for index, engine in enumerate(remote):
-        owner(engine, "kv", layout(16, rank(index, 2)), [0, 1], whole)
-    cache, before = reader(local, "n", of, 2)
-    rows = cache[[1]].part(tokens=range(32))
-    error = fails(InvalidArgument, lambda: local.pull(pairs(rows, remote_kv, [[0, 1], [0]])))
-    assert error.facts["part"] == "1"
-    assert "16" in str(error)
-    assert holds(cache, before), "nothing has moved"
-    rows = cache[[1]].part(tokens=range(16))
-    local.pull(pairs(rows, remote_kv, [[0, 1], [0]])).result(LIMIT)
-    assert holds(cache, put(before, of, [1], whole, count=16))
 
 
 @pytest.mark.parametrize("verb", ["pull", "push"])
@@ -283,17 +249,6 @@ def test_parts_of_blocks_with_layouts(pair: Pair) -> None:
     assert holds(theirs, put(blank(of, 3, 0xAA), of, [0, 1], whole))
 
 
-def test_tokens_that_the_blocks_do_not_have(pair: Pair) -> None:
-    theirs = owner(pair.remote, "kv", layout(16), [0, 1], sequence(32, 5))
-    cache, expected = reader(pair.local, "kv", layout(8), 4)
-    remote_kv = pair.peer["kv"][[0, 1]]
-    fails(InvalidArgument, lambda: pair.local.pull(cache[[0]].part(tokens=(0, 9)), remote_kv))
-    fails(InvalidArgument, lambda: pair.local.pull(cache[[0, 1, 2]], remote_kv.part(tokens=(20, 33))))
-    fails(InvalidArgument, lambda: pair.local.pull(cache[[0]], remote_kv.part(tokens=range(9))))
-    assert holds(cache, expected)
-    assert holds(theirs, put(blank(layout(16), 3, 0xAA), layout(16), [0, 1], sequence(32, 5)))
-
-
 def test_blocks_without_tokens_of_the_other_end(pair: Pair) -> None:
     """Rows without a range of tokens move whole blocks, so no block of either end may be left over."""
     whole, remote_kv = sequence(32, 5), pair.peer["kv"]
@@ -309,35 +264,3 @@ def test_blocks_without_tokens_of_the_other_end(pair: Pair) -> None:
     assert holds(mine, ours)
     assert holds(longer, before)
     assert holds(theirs, put(blank(layout(16), 3, 0xAA), layout(16), [0, 1], whole))
-
-
-@pytest.mark.parametrize(
-    "change", [{"model": "x"}, {"head_dim": 8}, {"heads": (0, 4)}, {"dtype": "int16"}, {"kv": "single"}], ids=short
-)
-def test_layouts_that_do_not_fit(pair: Pair, change: dict[str, Any]) -> None:
-    """Of another model, or without a head that the cache needs."""
-    mine, before = reader(pair.local, "kv", layout(), 2)
-    pair.remote.allocate("kv", layout(**change), blocks=2)
-    fails(InvalidArgument, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[1]]))
-    assert holds(mine, before)
-
-
-def test_first_of_equal_owners_is_read(start: Open, carried_by: str) -> None:
-    """Of two owners that hold all heads, the first one in the list is read."""
-    local, remote, remote_kv = ranks(start, carried_by, 2)
-    held = [sequence(16, seed) for seed in (1, 2)]
-    for engine, whole in zip(remote, held):
-        owner(engine, "kv", layout(), [0], whole)
-    cache, expected = reader(local, "n", layout(), 2)
-    for order in ([0, 1], [1, 0]):
-        local.pull(pairs(cache[[1]], [remote_kv[number] for number in order], [[0], [0]])).result(LIMIT)
-        assert holds(cache, put(expected, layout(), [1], held[order[0]]))
-
-
-def test_head_that_nobody_holds(start: Open, carried_by: str) -> None:
-    local, remote, remote_kv = ranks(start, carried_by, 2)
-    for engine, heads in zip(remote, [(0, 4), (4, 6)]):
-        engine.allocate("kv", layout(16, heads), blocks=2)
-    cache, before = reader(local, "n", layout(), 2)
-    fails(InvalidArgument, lambda: local.pull(pairs(cache[[1]], remote_kv, [[0], [0]])))
-    assert holds(cache, before)

@@ -395,15 +395,6 @@ def test_rows_cannot_be_changed(engine: Engine) -> None:
     assert "kv" in repr(rows)
 
 
-def test_rows_may_be_used_again(engine: Engine) -> None:
-    kv, host = allocate(engine, seed=1), allocate(engine, "host", pool="host")
-    rows, model = kv[[3, 4]], Model(host)
-    for to in ([1, 2], [5, 6], [1, 9]):
-        engine.copy(host[to], rows).result(LIMIT)
-        model.write(to, Model(kv), [3, 4])
-    model.check(host)
-
-
 def test_rows_of_a_copied_list_of_many_blocks(engine: Engine) -> None:
     """More blocks than one step copies with the GIL held."""
     many = engine.allocate("many", blocks=20000, tensors=1, shape=(8,), dtype="uint8")

@@ -22,10 +22,11 @@ from typing import IO, TYPE_CHECKING, Any
 import pytest
 
 from emulation import emulated
+from keeper_process import stopped
 from llm_datadist import InvalidArgument, Store
 from peers import eventually
 
-from .stores import LIMIT, VALUE, child_of, got, key, opened, value
+from .stores import LIMIT, VALUE, child_of, got, key, opened, put, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,19 +81,6 @@ def ready(socket: Path, *options: str) -> Iterator[Serve]:
     with Serve(socket, *options) as serve:
         assert serve.printed() == f"ready: 64 values of 64KiB at {socket}\n"
         yield serve
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def put(store: Store, *numbers: int) -> list[bool]:
-    return store.put([key(number) for number in numbers], [value(number) for number in numbers])
 
 
 def attached(store: Store) -> bool:
@@ -341,7 +329,7 @@ def test_a_keeper_that_is_killed_while_it_takes_over_leaves_the_other_one_alone(
 ) -> None:
     with opened(socket) as store, contextlib.ExitStack() as stack:
         assert all(put(store, *range(64)))
-        with stopped(served.serving):
+        with stopped(served.process):
             other = stack.enter_context(Serve(socket, "--take-over"))
             eventually(lambda: _has_child(other))
             child = other.serving
@@ -453,7 +441,7 @@ def test_the_service_manager_waits_while_values_are_taken_over(
         manager.bind(f"{tmp_path}/notify")
         manager.settimeout(LIMIT)
         monkeypatch.setenv("NOTIFY_SOCKET", f"{tmp_path}/notify")
-        with stopped(served.serving), Serve(socket, "--take-over"):
+        with stopped(served.process), Serve(socket, "--take-over"):
             assert manager.recv(1000).decode().splitlines() == [
                 "STATUS=taking over the values of another keeper",
                 "EXTEND_TIMEOUT_USEC=60000000",

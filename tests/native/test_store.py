@@ -24,23 +24,15 @@ import pytest
 from llm_datadist import Closed, Error, InvalidArgument, Keeper, PeerLost, Timeout
 from peers import another_thread_runs, eventually, lingering_socket
 
-from .stores import LIMIT, VALUE, child, got, key, line, opened, process, stop, value
+from .stores import LIMIT, VALUE, child, got, key, line, opened, process, serving, stop, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@contextlib.contextmanager
-def serving(socket: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """Run `llm-datadist serve`, ready for clients."""
-    with process(sys.executable, "-m", "llm_datadist", "serve", "--socket", str(socket), *options) as started:
-        assert line(started) == f"ready: 64 values of 64KiB at {socket}\n"
-        yield started
-
-
 @pytest.fixture
 def served(socket: Path) -> Iterator[subprocess.Popen[str]]:
-    with serving(socket, "--memory", "4MiB") as started:
+    with serving(socket) as started:
         yield started
 
 
@@ -74,7 +66,7 @@ def test_killed_keeper_means_misses_and_a_new_one_is_found(socket: Path, served:
         with pytest.raises(PeerLost):
             store.drop([key(1)])
         assert socket.exists(), "a killed process leaves its socket"
-        with serving(socket, "--memory", "4MiB"):
+        with serving(socket):
             eventually(lambda: store.put([key(1)], [value(1)]) == [True])
             assert got(store, 1) == value(1)
             assert store.stats()["attached"] == 2

@@ -6,7 +6,6 @@ Not for: the counters themselves (`crates/keeper/tests`), and their types (`test
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import pty
@@ -28,17 +27,14 @@ from llm_datadist.commands.main import main
 from llm_datadist.commands.store import cli, top
 from llm_datadist.native import KeeperObserver
 
+from .stores import LIMIT, key
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 VALUE = 4096
-LIMIT = 60.0
 TOP = (sys.executable, "-m", "llm_datadist", "store", "top", "--socket")
-
-
-def key(number: int) -> bytes:
-    return hashlib.sha224(b"%d" % number).digest()
 
 
 @pytest.fixture

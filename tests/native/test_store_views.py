@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ import pytest
 from llm_datadist import Closed, InvalidArgument, Keeper, KeeperObserver, Store
 from peers import eventually
 
-from .stores import VALUE, child_of, key, opened, process, value
+from .stores import VALUE, child_of, key, opened, put, serving, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,12 +29,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def store(socket: Path, keeper: Keeper) -> Iterator[Store]:  # noqa: ARG001 (it is there first)
     with opened(socket) as store:
-        put(store, range(8))
+        assert all(put(store, *range(8)))
         yield store
-
-
-def put(store: Store, numbers: range) -> None:
-    assert all(store.put([key(number) for number in numbers], [value(number) for number in numbers]))
 
 
 def view(store: Store, *numbers: int) -> Any:
@@ -154,7 +149,7 @@ def test_end_releases_buffers_and_keeps_the_memory_of_arrays(store: Store, socke
     assert array.tobytes() == value(1)
     with opened(socket) as other:
         other.drop([key(number) for number in range(8)])
-        put(other, range(100, 164))  # all slots
+        assert all(put(other, *range(100, 164)))  # all slots
         assert array.tobytes() in [value(number) for number in range(100, 164)], "the bytes of another key"
     assert seen.valid() == [False, False]
     store.close()
@@ -164,12 +159,9 @@ def test_end_releases_buffers_and_keeps_the_memory_of_arrays(store: Store, socke
 
 
 def test_view_outlives_a_killed_keeper_and_its_store(socket: Path) -> None:
-    command = [sys.executable, "-m", "llm_datadist", "serve", "--memory", "4MiB", "--socket", str(socket)]
-    with process(*command) as served:
-        assert served.stdout is not None
-        assert served.stdout.readline().startswith("ready")
+    with serving(socket) as served:
         store = opened(socket)
-        put(store, range(4))
+        assert all(put(store, *range(4)))
         with view(store, 0, 1, 2) as seen:
             os.kill(child_of(served), signal.SIGKILL)
             served.kill()
@@ -186,13 +178,10 @@ def test_view_outlives_a_killed_keeper_and_its_store(socket: Path) -> None:
 
 
 def test_next_process_of_a_keeper_does_not_make_changed_values_valid(socket: Path) -> None:
-    command = [sys.executable, "-m", "llm_datadist", "serve", "--memory", "4MiB", "--socket", str(socket)]
-    with process(*command) as served, opened(socket) as store:
-        assert served.stdout is not None
-        assert served.stdout.readline().startswith("ready")
+    with serving(socket) as served, opened(socket) as store:
         eventually(lambda: store.stats()["keeper"] is not None)
         before = store.stats()["attached"]
-        put(store, range(4))
+        assert all(put(store, *range(4)))
         with view(store, 0, 1) as seen:
             os.kill(child_of(served), signal.SIGKILL)
             eventually(lambda: store.stats()["attached"] == before + 1)
@@ -227,7 +216,7 @@ def test_forked_child_reads_and_asks_and_leaves_the_leases(store: Store, socket:
 
 def test_values_with_checksums_are_valid(socket: Path, keeper: Keeper) -> None:  # noqa: ARG001 (it is there first)
     with opened(socket, checksums=True) as store:
-        put(store, range(2))
+        assert all(put(store, *range(2)))
         with view(store, 0, 100, 1) as seen:
             assert seen.valid() == [True, False, True]
         assert store.stats()["misses_corrupt"] == 0
@@ -235,13 +224,13 @@ def test_values_with_checksums_are_valid(socket: Path, keeper: Keeper) -> None: 
 
 def test_refused_leases_cost_no_value(socket: Path) -> None:
     with Keeper(memory="512KiB", socket=socket), opened(socket) as store:
-        put(store, range(8))
+        assert all(put(store, *range(8)))
         with view(store, *range(8)) as seen:
             assert seen.leased == [True, True] + [False] * 6  # a quarter of the slots
             assert [bytes(found) for found in seen.values] == [value(number) for number in range(8)]
             assert seen.valid() == [True] * 8
             with opened(socket) as other:
-                put(other, range(100, 106))
+                assert all(put(other, *range(100, 106)))
             assert seen.valid() == [True, True] + [False] * 6
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist.native import Cache, Engine, Error, GrantEnded, InvalidArgument, Rows
+from llm_datadist.native import Cache, Engine, Error, InvalidArgument, Rows
 
-from .helpers import LIMIT, THOROUGH, fails, refused
+from .helpers import LIMIT, THOROUGH, refused
 
 if TYPE_CHECKING:
     from .conftest import Open, Pair
@@ -159,17 +159,6 @@ def test_copies_agree_with_numpy(start: Open) -> None:
         dst.free()
 
 
-def test_blocks_with_gaps_under_a_grant(pair: Pair) -> None:
-    chance = random.Random(1)  # noqa: S311
-    mine = Strided(chance, pair.local, "kv", 3, 100)
-    theirs = Strided(chance, pair.remote, "kv", 3, 100)
-    token = pair.remote.lend(theirs.cache[[0]], ttl=LIMIT).token
-    pair.local.pull(mine.cache[[0]], pair.peer["kv"][[0]], grant=token).result(LIMIT)
-    move(theirs, mine, ([0], [0], 0, 0, 100))
-    mine.check()
-    fails(GrantEnded, lambda: pair.local.pull(mine.cache[[0]], pair.peer["kv"][[0]], grant=token))
-
-
 def test_views_have_the_stride(engine: Engine) -> None:
     types: list[Any] = [np.float16, np.int64, np.uint8]
     for kind in types:
@@ -223,26 +212,3 @@ def test_parts_of_many_blocks_may_go_to_one_block(pair: Pair) -> None:
     for tensor in theirs.tensors:
         assert set(tensor.numpy()[7][:96]) == {299 % 251}
     assert (theirs.tensors[0].numpy()[7][96:] == before[96:]).all()
-
-
-def test_layers_agree_with_numpy(pair: Pair) -> None:
-    chance = random.Random(13)  # noqa: S311
-    for number in range(ROUNDS):
-        size = chance.choice((1, 100, 5000))
-        here = Strided(chance, pair.local, f"a{number}", 4, size, tensors_per_layer=2)
-        there = Strided(chance, pair.remote, f"b{number}", 4, size, tensors_per_layer=2)
-        written = chance.sample(range(there.rows), chance.randint(1, there.rows))
-        read = [chance.randrange(here.rows) for _ in written]
-        first = chance.randint(0, 1)
-        part = {"layers": (first, 2)}
-        remote_kv = pair.peer[there.cache.name][written].part(**part)
-        push = pair.local.push(remote_kv, here.cache[read].part(**part), layerwise=True)
-        for layer in range(first, 2):
-            push.ready(layer)
-        push.result(LIMIT)
-        for source, target in list(zip(here.twin, there.twin))[2 * first :]:
-            target[written] = source[read]
-        here.check(number)
-        there.check(number)
-        here.free()
-        there.free()

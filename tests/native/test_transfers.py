@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import random
 import threading
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 
 from llm_datadist.native import (
-    Busy,
     Cancelled,
     Closed,
     Completed,
@@ -29,7 +27,7 @@ from llm_datadist.native import (
     Timeout,
     Transfer,
 )
-from peers import eventually, together
+from peers import eventually
 
 from .helpers import (
     BLOCKS,
@@ -69,6 +67,19 @@ def running(pair: Pair) -> Transfer[None]:
     return pair.local.push(pair.peer["kv"][[0]], cache[[0]], layerwise=True)
 
 
+@pytest.fixture
+def push(pair: Pair) -> Transfer[None]:
+    """The same, to a cache of its own."""
+    pair.caches()
+    return running(pair)
+
+
+def report_layers(push: Transfer[None], *layers: int) -> None:
+    """Report layers as ready: all of them, unless some are named."""
+    for layer in layers or range(TENSORS):
+        push.ready(layer)
+
+
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
 @pytest.mark.parametrize("verb", ["pull", "push"])
 def test_pull_and_push(pair: Pair, verb: str, verify: Any) -> None:
@@ -85,15 +96,6 @@ def test_pull_and_push(pair: Pair, verb: str, verify: Any) -> None:
     assert (transfer.done(), transfer.bytes, transfer.total) == (True, 3 * 4 * 96, 3 * 4 * 96)
     assert transfer.nanos > 0
     assert (pair.local.stats()["verify"]["blocks"] > 0) == (verify != "off")
-
-
-def test_both_ends_pull_and_push(pair: Pair) -> None:
-    mine, theirs = pair.caches()
-    ours, others = Model(mine), Model(theirs)
-    pair.remote.pull(theirs[[1]], pair.back["kv"][[2]]).result(LIMIT)
-    pair.remote.push(pair.back["kv"][[3]], theirs[[4]]).result(LIMIT)
-    ours.write([3], others, [4]).check(mine)
-    others.write([1], ours, [2]).check(theirs)
 
 
 def test_another_process(start: Open, begin_remote: Callable[..., Remote], carried_by: str) -> None:
@@ -130,15 +132,6 @@ def test_thirty_two_at_once(pair: Pair) -> None:
     model.write(range(32, 64), Model(theirs), range(32)).check(mine)
     assert pair.local.events() == []
     assert all(transfer.result(0) is None for transfer in started), "the outcome stays after its event"
-
-
-def test_outcome_that_was_taken_has_no_event(pair: Pair) -> None:
-    mine, _ = pair.caches()
-    for _ in range(3):
-        pair.local.pull(mine[[1]], pair.peer["kv"][[2]]).result(LIMIT)
-    left = pair.local.pull(mine[[1]], pair.peer["kv"][[2]])
-    assert next_of(pair.local, Completed).transfer is left
-    assert pair.local.events() == []
 
 
 def test_dropped_handle(pair: Pair) -> None:
@@ -185,19 +178,6 @@ def test_cache_that_the_peer_does_not_have(pair: Pair) -> None:
     assert isinstance(error, LookupError)
     fails(NotFound, lambda: pair.local.push(pair.peer["absent"][[2]], mine[[1]]))
     model.check(mine)
-
-
-def test_caches_that_do_not_fit(pair: Pair) -> None:
-    mine, theirs = pair.caches()
-    before = Model(mine), Model(theirs)
-    for name, given in (("rows", {"shape": (95,)}), ("tensors", {"tensors": 3})):
-        allocate(pair.remote, name, **given)
-        fails(InvalidArgument, lambda name=name: pair.local.pull(mine[[1]], pair.peer[name][[1]]))  # type: ignore[misc]
-        fails(InvalidArgument, lambda name=name: pair.local.push(pair.peer[name][[1]], mine[[1]]))  # type: ignore[misc]
-    pair.remote.allocate("with layout", layout(), blocks=4)
-    fails(InvalidArgument, lambda: pair.local.pull(mine[[1]], pair.peer["with layout"][[1]]))
-    before[0].check(mine)
-    before[1].check(theirs)
 
 
 def test_wrong_arguments(pair: Pair, start: Open) -> None:
@@ -265,24 +245,10 @@ def test_other_transfers_go_on_while_a_peer_is_stopped(start: Open, remote: Remo
         local.copy(mine[[0]], mine[[62]]).result(LIMIT)
 
 
-def test_most_transfers(start: Open) -> None:
-    engine = start(max_transfers=4)
-    kv = allocate(engine)
-    started = [engine.copy(kv[[1]], kv[[2]]) for _ in range(4)]
-    error = fails(Busy, lambda: engine.copy(kv[[1]], kv[[2]]))
-    assert "4" in str(error)
-    started[0].result(LIMIT)
-    engine.copy(kv[[1]], kv[[2]])
-    assert len(of(Completed, gather(engine, lambda seen: len(seen) >= 4))) == 4
-    engine.copy(kv[[1]], kv[[2]]).result(LIMIT)
-
-
 # Waiting and cancelling
 
 
-def test_result_of_a_running_transfer(pair: Pair) -> None:
-    pair.caches()
-    push = running(pair)
+def test_result_of_a_running_transfer(push: Transfer[None]) -> None:
     assert not push.done()
     for time in (0, 0.0, 0.01):
         with pytest.raises(TimeoutError) as caught:
@@ -292,9 +258,7 @@ def test_result_of_a_running_transfer(pair: Pair) -> None:
     assert not push.done()
 
 
-def test_cancel(pair: Pair) -> None:
-    pair.caches()
-    push = running(pair)
+def test_cancel(pair: Pair, push: Transfer[None]) -> None:
     assert push.cancel()
     error = fails(Cancelled, lambda: push)
     assert error.code == "cancelled"
@@ -306,18 +270,7 @@ def test_cancel(pair: Pair) -> None:
     assert done.result(0) is None
 
 
-def test_cancelled_transfers_have_an_event(pair: Pair) -> None:
-    pair.caches()
-    push = running(pair)
-    push.cancel()
-    event = next_of(pair.local, Completed)
-    assert event.transfer is push
-    assert type(event.error) is Cancelled
-
-
-def test_threads_wait_for_one_transfer(pair: Pair) -> None:
-    pair.caches()
-    push = running(pair)
+def test_threads_wait_for_one_transfer(pair: Pair, push: Transfer[None]) -> None:
     got: list[None] = []
     threads = [
         threading.Thread(target=lambda: got.append(push.result(LIMIT)))  # type: ignore[func-returns-value]
@@ -325,8 +278,7 @@ def test_threads_wait_for_one_transfer(pair: Pair) -> None:
     ]
     for thread in threads:
         thread.start()
-    for layer in range(4):
-        push.ready(layer)
+    report_layers(push)
     for thread in threads:
         thread.join(LIMIT)
     assert got == [None] * 8
@@ -351,9 +303,8 @@ def test_await(pair: Pair) -> None:
     assert of(Completed, pair.local.events()) == [], "await takes the outcome"
 
 
-def test_await_in_two_loops(pair: Pair) -> None:
-    pair.caches()
-    push, waiting = running(pair), threading.Barrier(3)
+def test_await_in_two_loops(push: Transfer[None]) -> None:
+    waiting = threading.Barrier(3)
     got: list[None] = []
 
     async def one() -> None:
@@ -368,16 +319,13 @@ def test_await_in_two_loops(pair: Pair) -> None:
     for thread in threads:
         thread.start()
     waiting.wait(LIMIT)
-    for layer in range(4):
-        push.ready(layer)
+    report_layers(push)
     for thread in threads:
         thread.join(LIMIT)
     assert got == [None, None]
 
 
-def test_loop_that_was_closed_while_it_waited(pair: Pair) -> None:
-    pair.caches()
-    push = running(pair)
+def test_loop_that_was_closed_while_it_waited(push: Transfer[None]) -> None:
     loop = asyncio.new_event_loop()
     task = loop.create_task(asyncio.wait_for(push, None))
     loop.run_until_complete(asyncio.sleep(0))
@@ -385,8 +333,7 @@ def test_loop_that_was_closed_while_it_waited(pair: Pair) -> None:
     with pytest.raises(asyncio.CancelledError):
         loop.run_until_complete(task)
     loop.close()
-    for layer in range(4):
-        push.ready(layer)
+    report_layers(push)
     assert push.result(LIMIT) is None, "cancelling the task has not cancelled the transfer"
 
     async def again() -> None:
@@ -440,13 +387,6 @@ def test_message_comes_with_the_bytes(pair: Pair) -> None:
     pair.local.pull(mine[[5]], pair.peer["kv"][[6]], notify=b"pulled").result(LIMIT)
     event = next_of(pair.remote, Message)
     assert (event.data, event.peer) == (b"pulled", pair.back)
-
-
-def test_failed_transfer_has_no_message(pair: Pair) -> None:
-    mine, _ = pair.caches()
-    fails(NotFound, lambda: pair.local.pull(mine[[5]], pair.peer["absent"][[6]], notify=b"no"))
-    pair.local.pull(mine[[5]], pair.peer["kv"][[6]], notify=b"yes").result(LIMIT)
-    assert messages(pair.remote, 1) == [b"yes"]
 
 
 # Lists of pairs
@@ -517,8 +457,7 @@ def test_layers_to_several_destinations(pair: Pair) -> None:
     mine, theirs = pair.caches()
     model, remote_kv = Model(theirs), pair.peer["kv"]
     push = pair.local.push([(remote_kv[[1]], mine[[2]]), (remote_kv[[3, 4]], mine[[5, 6]])], layerwise=True)
-    for layer in range(4):
-        push.ready(layer)
+    report_layers(push)
     push.result(LIMIT)
     model.write([1, 3, 4], Model(mine), [2, 5, 6]).check(theirs)
     assert len(of(Completed, pair.local.events())) == 0
@@ -591,8 +530,7 @@ def test_wrong_rows_of_layerwise_pushes(pair: Pair) -> None:
 def test_layers_out_of_the_host_pool(pair: Pair) -> None:
     mine, (_, theirs) = allocate(pair.local, "host", seed=3, pool="host"), pair.caches()
     push = pair.local.push(pair.peer["kv"][[5]], mine[[6]], layerwise=True)
-    for layer in range(TENSORS):
-        push.ready(layer)
+    report_layers(push)
     push.result(LIMIT)
     assert blocks_of(theirs, [5]) == blocks_of(mine, [6])
 
@@ -629,9 +567,7 @@ def test_free_while_the_engine_closes(start: Open) -> None:
     assert not closing.is_alive()
 
 
-def test_wrong_layers(pair: Pair) -> None:
-    pair.caches()
-    push = running(pair)
+def test_wrong_layers(pair: Pair, push: Transfer[None]) -> None:
     push.ready(1)
     for layer in (4, -1, 2**32):
         refused("layer", lambda layer=layer: push.ready(layer))  # type: ignore[misc]
@@ -639,8 +575,7 @@ def test_wrong_layers(pair: Pair) -> None:
     for wrong in (True, 1.0, "1", None):
         with pytest.raises(TypeError):
             push.ready(wrong)  # type: ignore[arg-type]
-    for layer in (0, 2, 3):
-        push.ready(layer)
+    report_layers(push, 0, 2, 3)
     assert push.result(LIMIT) is None
     kv = allocate(pair.local, "plain")
     copy = pair.local.copy(kv[[1]], kv[[2]])
@@ -648,9 +583,7 @@ def test_wrong_layers(pair: Pair) -> None:
     copy.result(LIMIT)
 
 
-def test_ready_after_a_failure_does_nothing(pair: Pair) -> None:
-    pair.caches()
-    push = running(pair)
+def test_ready_after_a_failure_does_nothing(pair: Pair, push: Transfer[None]) -> None:
     push.ready(0)
     push.cancel()
     push.ready(1)
@@ -672,23 +605,6 @@ def test_layers_wait_as_long_as_the_program_computes(pair: Pair) -> None:
     push.cancel()
 
 
-def test_layers_from_many_threads(pair: Pair) -> None:
-    """Every layer is accepted from exactly one thread."""
-    mine, theirs = pair.caches(tensors=64, shape=(16,))
-    model = Model(theirs).write([1], Model(mine), [2])
-    push, taken = pair.local.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True), list[int]()
-
-    def report(seed: int) -> None:
-        for layer in random.Random(seed).sample(range(64), 64):  # noqa: S311
-            if accepted(lambda layer=layer: push.ready(layer), InvalidArgument):  # type: ignore[misc]
-                taken.append(layer)
-
-    together(4, report)
-    push.result(LIMIT)
-    assert sorted(taken) == list(range(64))
-    model.check(theirs)
-
-
 def test_source_of_layers_may_be_freed(pair: Pair) -> None:
     """Its memory stays until the push has ended, though the handle is kept."""
     pair.caches()
@@ -704,8 +620,7 @@ def test_source_of_layers_may_be_freed(pair: Pair) -> None:
             push.cancel()
             fails(Cancelled, lambda: push)  # noqa: B023
         else:
-            for layer in (1, 2, 3):
-                push.ready(layer)
+            report_layers(push, 1, 2, 3)
             push.result(LIMIT)
         eventually(lambda: used() == before)
 
@@ -716,22 +631,9 @@ def test_late_layer_at_a_stopped_peer(start: Open, remote: Remote) -> None:
     push = local.push(peer["kv"][[1]], mine[[2]], layerwise=True, timeout=0.3)
     eventually(lambda: push.total > 0)
     with remote.stopped():
-        for layer in range(4):
-            push.ready(layer)
+        report_layers(push)
         sleep(1)  # the peer may still read the layers, so the push ends when it answers
     assert "layer" in fails(Timeout, lambda: push).facts
-
-
-def test_killed_peer_ends_a_push_of_layers(start: Open, remote: Remote, carried_by: str) -> None:
-    local = start(transport=carried_by)
-    mine, peer = allocate(local), local.link(remote.address).result(LIMIT)
-    push = local.push(peer["kv"][[1]], mine[[2]], layerwise=True)
-    push.ready(0)
-    eventually(lambda: push.bytes == ROW)
-    remote.kill()
-    for layer in (3, 1, 2):
-        push.ready(layer)
-    fails(PeerLost, lambda: push)
 
 
 def test_engine_closes_while_threads_report_layers(start: Open) -> None:
@@ -754,12 +656,3 @@ def test_engine_closes_while_threads_report_layers(start: Open) -> None:
         thread.join(LIMIT)
     for push in pushes:
         assert not accepted(lambda push=push: push, Closed) or push.bytes == TENSORS * ROW  # type: ignore[misc]
-
-
-def test_pairs_of_a_killed_peer(start: Open, remote: Remote) -> None:
-    local = start()
-    mine, peer = allocate(local), local.link(remote.address).result(LIMIT)
-    pairs = [(mine[[n]], peer["kv"][[n]]) for n in range(4)]
-    local.pull(pairs).result(LIMIT)
-    remote.kill()
-    fails(PeerLost, lambda: local.pull(pairs))
