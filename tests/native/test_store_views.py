@@ -158,25 +158,6 @@ def test_end_releases_buffers_and_keeps_the_memory_of_arrays(store: Store, socke
     assert part.tobytes() == array.tobytes()[:4]
 
 
-def test_view_outlives_a_killed_keeper_and_its_store(socket: Path) -> None:
-    with serving(socket) as served:
-        store = opened(socket)
-        assert all(put(store, *range(4)))
-        with view(store, 0, 1, 2) as seen:
-            os.kill(child_of(served), signal.SIGKILL)
-            served.kill()
-            served.wait()
-            eventually(lambda: store.stats()["keeper"] is None)
-            assert [bytes(found) for found in seen.values] == [value(0), value(1), value(2)]
-            assert seen.valid() == [True] * 3
-            array = np.frombuffer(seen.values[2], dtype=np.uint8)
-            store.close()
-            assert seen.valid() == [True] * 3
-        assert array.tobytes() == value(2)
-    with pytest.raises(Closed), view(store, 0):
-        pass
-
-
 def test_next_process_of_a_keeper_does_not_make_changed_values_valid(socket: Path) -> None:
     with serving(socket) as served, opened(socket) as store:
         eventually(lambda: store.stats()["keeper"] is not None)
@@ -222,18 +203,6 @@ def test_values_with_checksums_are_valid(socket: Path, keeper: Keeper) -> None: 
         assert store.stats()["misses_corrupt"] == 0
 
 
-def test_refused_leases_cost_no_value(socket: Path) -> None:
-    with Keeper(memory="512KiB", socket=socket), opened(socket) as store:
-        assert all(put(store, *range(8)))
-        with view(store, *range(8)) as seen:
-            assert seen.leased == [True, True] + [False] * 6  # a quarter of the slots
-            assert [bytes(found) for found in seen.values] == [value(number) for number in range(8)]
-            assert seen.valid() == [True] * 8
-            with opened(socket) as other:
-                assert all(put(other, *range(100, 106)))
-            assert seen.valid() == [True, True] + [False] * 6
-
-
 def test_arguments_are_checked(store: Store) -> None:
     for ttl in (0, 11):
         with pytest.raises(InvalidArgument, match=f"ttl={ttl} must be above 0 and at most 10 seconds"):
@@ -244,12 +213,6 @@ def test_arguments_are_checked(store: Store) -> None:
         store.view(b"key", ttl=1)  # type: ignore[arg-type]
     with view(store) as seen:
         assert (seen.values, seen.leased, seen.valid()) == ((), [], [])
-
-
-def test_without_a_keeper_nothing_is_there(socket: Path) -> None:
-    with opened(socket) as store, view(store, 0) as seen:
-        assert (seen.values, seen.leased, seen.valid()) == ((None,), [False], [False])
-        assert store.stats()["misses_away"] == 1
 
 
 def test_last_buffer_unmaps_the_memory(store: Store) -> None:
