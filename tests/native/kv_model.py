@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 LAYERS, HEADS, DIM = 3, 8, 4
 
 
-def sequence(tokens: int, seed: int, *, heads: int = HEADS, layers: int = LAYERS, planes: int = 2) -> np.ndarray:
+def sequence(tokens: int, seed: int, *, heads: int = HEADS, planes: int = 2) -> np.ndarray:
     """Return a sequence of 16-bit elements."""
-    drawn = np.random.default_rng(seed).integers(0, 1 << 16, (layers, planes, tokens, heads, DIM), dtype=np.uint16)
+    drawn = np.random.default_rng(seed).integers(0, 1 << 16, (LAYERS, planes, tokens, heads, DIM), dtype=np.uint16)
     return np.asarray(drawn)
 
 
@@ -37,12 +37,9 @@ def latent(tokens: int = 16, **given: Any) -> KvLayout:
     )
 
 
-def rank(index: int, of: int, total: int = HEADS) -> tuple[int, int]:
-    """Return the heads of a tensor-parallel rank. More ranks than heads hold copies of a head each."""
-    if of > total:
-        head = index * total // of
-        return head, head + 1
-    return index * total // of, (index + 1) * total // of
+def rank(index: int, of: int) -> tuple[int, int]:
+    """Return the heads of a tensor-parallel rank."""
+    return index * HEADS // of, (index + 1) * HEADS // of
 
 
 def blank(of: KvLayout, rows: int, fill: int) -> list[np.ndarray]:

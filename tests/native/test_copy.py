@@ -52,13 +52,6 @@ def test_within_a_cache(engine: Engine, kind: str) -> None:
     model.check(kv)
 
 
-def test_last_of_repeated_destinations_counts(engine: Engine) -> None:
-    kv, host = allocate(engine, seed=1), allocate(engine, "host", 2, pool="host")
-    model = Model(kv)
-    engine.copy(kv[[3, 3, 4, 3]], host[[1, 2, 3, 4]]).result(LIMIT)
-    model.write([3, 4], Model(host), [4, 3]).check(kv)
-
-
 def test_nothing(engine: Engine) -> None:
     kv = allocate(engine, seed=1)
     model = Model(kv)

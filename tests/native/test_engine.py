@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -120,14 +119,6 @@ def test_misspelt_options_name_the_nearest(wrong: str, right: str) -> None:
 def test_positional_arguments_are_refused() -> None:
     with pytest.raises(TypeError):
         Engine("64MiB")  # type: ignore[misc]
-
-
-def test_options_of_a_file(start: Open) -> None:
-    text = (
-        '{"pool": "1MiB", "timeout": 2.5, "copy_workers": 2, "verify": "full", "heartbeat": 0.5, "name": "from JSON"}'
-    )
-    engine = start(**json.loads(text))
-    assert (engine.timeout, engine.name, engine.stats()["copy_workers"]) == (2.5, "from JSON", 2)
 
 
 def test_token_files(tmp_path: Path, start: Open) -> None:

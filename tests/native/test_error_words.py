@@ -145,6 +145,7 @@ def test_errors_of_opening(start: Open) -> None:
 def test_errno_is_that_of_the_cause(start: Open) -> None:
     """Also of a class that derives from OSError, and in a copy."""
     refused = native(Timeout, lambda: start().link("127.0.0.1:1", timeout=0.2), "timeout", "127.0.0.1:1")
+    assert isinstance(refused, TimeoutError)
     assert (refused.errno, refused.facts.get("errno")) == (errno.ECONNREFUSED, None)
     for again in (pickle.loads(pickle.dumps(refused)), copy.copy(refused)):  # noqa: S301  (our own bytes)
         assert (type(again), again.errno, str(again)) == (Timeout, errno.ECONNREFUSED, str(refused))
@@ -185,7 +186,9 @@ def test_errors_of_linking(start: Open) -> None:
     one = start(listen="127.0.0.1:0", token="a" * 16)
     other = start(token="b" * 16)
     of_one = address(one)
-    native(PeerLost, lambda: other.link(of_one), "link_failed", "option=token", of_one)
+    error = native(PeerLost, lambda: other.link(of_one), "link_failed", "option=token", of_one)
+    assert isinstance(error, ConnectionError)
+    assert "bbbb" not in str(error), "the token is not shown"
     native(PeerLost, lambda: start().link(of_one), "link_failed", "option=token", of_one)
     native(InvalidArgument, lambda: one.link(of_one), "invalid_argument", "address")
     native(PeerLost, lambda: start(token="a" * 16).link(of_one, name="x"), "link_failed", "x")

@@ -86,15 +86,6 @@ def test_ranges_of_tokens(pair: Pair, src_tokens: Any, dst_tokens: Any, moved: t
     assert pull.bytes == moved[2] * 4 * LAYERS * 2 * 4 * 2
 
 
-def test_ranges_of_tokens_in_equal_layouts(pair: Pair) -> None:
-    same, whole = layout(16), sequence(48, 4)
-    owner(pair.remote, "kv", same, [2, 0, 1], whole)
-    cache, expected = reader(pair.local, "kv", same, 4)
-    from_ = pair.peer["kv"][[2, 0, 1]].part(tokens=(10, 30))
-    pair.local.pull(cache[[3, 1]].part(tokens=(11, 31)), from_).result(LIMIT)
-    assert holds(cache, put(expected, same, [3, 1], whole, 10, 11, 20))
-
-
 def ranks(start: Open, carried_by: str, count: int) -> tuple[Engine, list[Engine], list[RemoteCache]]:
     """An engine that is linked to `count` others, these, and their caches `kv`."""
     local = start(transport=carried_by)

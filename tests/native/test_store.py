@@ -305,13 +305,6 @@ def test_serve_names_the_process_that_uses_its_path(socket: Path, served: subpro
     assert f"pid={served.pid}" in done.stderr
 
 
-def test_serve_names_a_wrong_size(socket: Path) -> None:
-    command = [sys.executable, "-m", "llm_datadist", "serve", "--socket", str(socket), "--memory", "lots"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)  # noqa: S603
-    assert done.returncode == 2
-    assert done.stderr.startswith("llm-datadist serve: memory=lots must be ")
-
-
 def test_closed_and_forked_objects_refuse_calls(socket: Path, keeper: Keeper) -> None:
     store = opened(socket)
     assert store.put([key(1)], [value(1)]) == [True]
