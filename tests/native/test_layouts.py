@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ids import short
-from llm_datadist.native import Engine, GrantEnded, InvalidArgument, KvLayout, RemoteCache
+from llm_datadist.native import Engine, InvalidArgument, KvLayout, RemoteCache
 
 from .helpers import LIMIT, fails, refused
 from .kv_model import HEADS, LAYERS, blank, holds, latent, layout, owner, put, rank, reader, sequence, write
@@ -206,21 +206,6 @@ def test_pairs_convert(pair: Pair) -> None:
     for tensor in blanks[1]:  # the push has no values of the other heads
         tensor.reshape(2, HEADS, -1)[:, : HEADS // 2] = 0x55
     assert holds(theirs[1], blanks[1])
-
-
-def test_grants_of_several_owners(start: Open, carried_by: str) -> None:
-    local, remote, remote_kv = ranks(start, carried_by, 2)
-    whole, of = sequence(16, 12), layout(16)
-    held = [owner(engine, "kv", layout(16, rank(index, 2)), [0], whole) for index, engine in enumerate(remote)]
-    cache, expected = reader(local, "n", of, 2)
-    grant = remote[0].lend(held[0][[0]], ttl=LIMIT)
-    given, tokens = pairs(cache[[1]], remote_kv, [[0], [0]]), [grant.token, None]
-    local.pull(given, grant=tokens, last=False).result(LIMIT)
-    assert grant.ended is None
-    local.pull(given, grant=tuple(tokens)).result(LIMIT)
-    assert holds(cache, put(expected, of, [1], whole))
-    assert grant.ended == "done"
-    fails(GrantEnded, lambda: local.pull(given, grant=tokens))
 
 
 def test_parts_of_blocks_with_layouts(pair: Pair) -> None:

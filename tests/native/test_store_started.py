@@ -9,12 +9,11 @@ import asyncio
 import os
 import random
 import select
-import threading
 import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -218,33 +217,6 @@ def test_buffers_of_ended_transfers_go_with_the_next_call(socket: Path) -> None:
         store.start_get([], [])
         assert gone() is None
         assert kept.result() == [False]
-
-
-def text_of(call: Callable[[], object]) -> str:
-    """Return the text of the error of a call, or an empty one."""
-    try:
-        call()
-    except Closed as error:
-        return str(error)
-    return ""
-
-
-def test_calls_during_a_close_raise_the_error_of_the_store(socket: Path) -> None:
-    with serving(socket) as process:
-        store = opened(socket)
-        with stopped(process):
-            put = store.start_put([key(1)], [value(1)])
-            closing = threading.Thread(target=store.close)
-            calls = (store.events, store.fileno, lambda: store.start_get([], []))
-            texts = set()
-            closing.start()  # the put notices it a little later
-            while closing.is_alive():
-                texts |= set(map(text_of, calls))
-            closing.join()
-        assert put.done()
-    # The close may have ended before the first of these calls.
-    assert texts - {""} <= {"the store was closed"}
-    assert set(map(text_of, calls)) == {"the store was closed"}
 
 
 def test_close_ends_transfers_and_lets_go_of_their_buffers(socket: Path) -> None:
