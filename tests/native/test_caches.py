@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ids import short
-from llm_datadist.native import Cache, Completed, Engine, NotFound, OutOfMemory
+from llm_datadist.native import Cache, Completed, Engine, NotFound
 from peers import eventually
 
 from .helpers import BLOCKS, LIMIT, Model, allocate, contents, fails, gather, layout, of, refused
@@ -131,13 +131,6 @@ def test_name_in_use(engine: Engine, start: Open) -> None:
     allocate(start())  # names belong to an engine
     kv.free()
     assert allocate(engine).name == "kv"
-
-
-def test_pool_without_room(engine: Engine) -> None:
-    error = fails(OutOfMemory, lambda: allocate(engine, blocks=2**20))
-    assert {str(2**20 * 96 * 4), str(2 << 20)} & set(error.facts.values()), error.facts
-    assert engine.stats()["table"]["caches"] == 0
-    allocate(engine)
 
 
 def test_freed_cache(pair: Pair) -> None:

@@ -52,13 +52,6 @@ def test_within_a_cache(engine: Engine, kind: str) -> None:
     model.check(kv)
 
 
-def test_nothing(engine: Engine) -> None:
-    kv = allocate(engine, seed=1)
-    model = Model(kv)
-    assert engine.copy(kv[[]], kv[[]]).result(LIMIT) is None
-    model.check(kv)
-
-
 def test_pairs(engine: Engine) -> None:
     kv, host = allocate(engine, seed=1), allocate(engine, "host", 2, pool="host")
     models = Model(kv), Model(host)
