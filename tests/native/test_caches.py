@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
 import pytest
@@ -151,6 +151,27 @@ def test_freed_cache(pair: Pair) -> None:
         fails(NotFound, lambda dst=dst, src=src: pair.local.copy(dst, src))  # type: ignore[misc]
 
 
+VIEWS: dict[str, Callable[[Cache], Any]] = {
+    "tensor": lambda cache: cache.tensors[0].numpy(),
+    "buffer": lambda cache: cache.buffer,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_freed_memory_returns_when_the_views_are_gone(engine: Engine, view: str) -> None:
+    def used() -> int:
+        return engine.stats()["pools"]["device"]["used_bytes"]
+
+    cache = allocate(engine, contiguous=True)
+    seen, taken = VIEWS[view](cache), used()
+    assert taken
+    assert cache.free().result(LIMIT) is None
+    assert used() == taken
+    del seen
+    gc.collect()
+    assert used() == 0
+
+
 def test_cache_as_context_manager(engine: Engine) -> None:
     with pytest.raises(ZeroDivisionError), allocate(engine) as kv:  # noqa: PT012
         assert isinstance(kv, Cache)
@@ -209,6 +230,8 @@ def test_registered_objects(pair: Pair, kind: str) -> None:
     assert [array.tobytes() for array in arrays] == [bytes(tensor) for tensor in expected.tensors]
     pair.remote.pull(theirs[[0]], pair.back["kv"][[4]]).result(LIMIT)
     Model(theirs).write([0], expected, [4]).check(theirs)
+    pair.remote.push(pair.back["kv"][[7]], theirs[[8]]).result(LIMIT)
+    expected.write([7], Model(theirs), [8]).check(mine)
     assert mine.free().result(LIMIT) is None
 
 

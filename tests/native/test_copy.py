@@ -55,9 +55,9 @@ def test_within_a_cache(engine: Engine, kind: str) -> None:
 def test_pairs(engine: Engine) -> None:
     kv, host = allocate(engine, seed=1), allocate(engine, "host", 2, pool="host")
     models = Model(kv), Model(host)
-    engine.copy([(kv[[1]], host[[2]]), (host[[3, 4]], kv[[5, 6]]), (kv[[7]], kv[[8]])]).result(LIMIT)
+    engine.copy([(kv[[1]], host[[2]]), (host[[3, 4, 3]], kv[[5, 6, 8]]), (kv[[7]], kv[[8]])]).result(LIMIT)
     models[0].write([1], models[1], [2]).write([7], models[0], [8]).check(kv)
-    models[1].write([3, 4], models[0], [5, 6]).check(host)
+    models[1].write([3, 4, 3], models[0], [5, 6, 8]).check(host)
 
 
 def test_pairs_are_checked_before_anything_moves(engine: Engine) -> None:

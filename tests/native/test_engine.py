@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import socket
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -121,6 +123,15 @@ def test_positional_arguments_are_refused() -> None:
         Engine("64MiB")  # type: ignore[misc]
 
 
+def test_options_of_a_file(start: Open) -> None:
+    text = '{"pool": "1MiB", "timeout": 2.5, "copy_workers": 2, "verify": "full", "heartbeat": 0.5, "name": "of JSON"}'
+    engine = start(**json.loads(text))
+    assert (engine.timeout, engine.name, engine.stats()["copy_workers"]) == (2.5, "of JSON", 2)
+    cache = allocate(engine)
+    engine.copy(cache[[1]], cache[[2]]).result(LIMIT)
+    assert engine.stats()["verify"]["blocks"] == 1
+
+
 def test_token_files(tmp_path: Path, start: Open) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
@@ -188,6 +199,29 @@ def test_engine_that_nobody_refers_to_is_closed(start: Open) -> None:
     address = Engine(listen="127.0.0.1:0").address
     gc.collect()
     assert start(listen=address).address == address
+
+
+def test_views_outlive_the_engine() -> None:
+    with Engine(pool="1MiB") as engine:
+        array = allocate(engine, seed=5).tensors[0].numpy()
+        expected = array.copy()
+    del engine
+    gc.collect()
+    assert (array == expected).all()
+    array[:] = 7
+
+
+def test_close_waits_for_transfers(pair: Pair) -> None:
+    mine, _ = pair.caches()
+    push = pair.local.push(pair.peer["kv"][[1]], mine[[2]], layerwise=True)
+    closing = threading.Thread(target=pair.local.close, args=(LIMIT,))
+    closing.start()
+    eventually(lambda: pair.local.closed)
+    for layer in range(4):
+        push.ready(layer)
+    closing.join(LIMIT)
+    assert not closing.is_alive()
+    assert push.result(0) is None
 
 
 def test_close_ends_transfers_after_its_time(pair: Pair) -> None:

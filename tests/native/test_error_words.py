@@ -73,13 +73,16 @@ def test_errors_of_arguments_and_own_caches(start: Open) -> None:
     more = allocate(engine, "more", tensors=3)
     native(InvalidArgument, lambda: engine.copy(kv[[1]], more[[1]]), "invalid_argument", "tensors 3 and 4")
     native(InvalidArgument, lambda: engine.lend(kv[[99]], ttl=1.0), "invalid_argument", "rows")
-    native(OutOfMemory, lambda: allocate(engine, "big", blocks=1 << 20), "out_of_memory")
+    error = native(OutOfMemory, lambda: allocate(engine, "big", blocks=1 << 20), "out_of_memory")
+    assert {str((1 << 20) * TENSORS * ROW), str(2 << 20)} & set(error.facts.values()), error.facts
+    allocate(engine, "big")  # the name is free
     grant = engine.lend(kv[[1]], ttl=LIMIT)
     grant.revoke().result(LIMIT)
     native(GrantEnded, lambda: grant.renew(1.0), "grant_ended")
-    for _ in range(2):
-        engine.copy(kv[[1]], kv[[2]])
+    started = [engine.copy(kv[[1]], kv[[2]]) for _ in range(2)]
     native(Busy, lambda: engine.copy(kv[[1]], kv[[2]]), "busy", "2")
+    started[0].result(LIMIT)
+    engine.copy(kv[[1]], kv[[2]]).result(LIMIT)
     kv.free().result(LIMIT)
     native(NotFound, lambda: kv.tensors, "not_found")
     engine.close()
@@ -158,8 +161,11 @@ def test_errors_of_calls_to_a_peer(pair: Pair) -> None:
     error = native(NotFound, lambda: local.pull(mine[[1]], peer["no"][[1]]), "not_found", "peer_name=remote")
     assert error.facts["incarnation"] == str(peer.incarnation)
     native(InvalidArgument, lambda: local.pull(mine[[1]], peer["kv"][[99]]), "invalid_argument", "99")
-    allocate(pair.remote, "more", tensors=3)
-    native(InvalidArgument, lambda: local.pull(mine[[1]], peer["more"][[1]]), "invalid_argument", "3 tensors")
+    for name, given, text in (("more", {"tensors": 3}, "3 tensors"), ("narrow", {"shape": (ROW - 1,)}, str(ROW - 1))):
+        allocate(pair.remote, name, **given)
+        rows = peer[name][[1]]
+        native(InvalidArgument, lambda rows=rows: local.pull(mine[[1]], rows), "invalid_argument", text)  # type: ignore[misc]
+        native(InvalidArgument, lambda rows=rows: local.push(rows, mine[[1]]), "invalid_argument", text)  # type: ignore[misc]
     pull = lambda: local.pull(mine[[1]], peer["kv"][[1]])  # noqa: E731
     native(InvalidArgument, lambda: peer.send(b"x" * (1 << 17)), "invalid_argument", "message")
     native(

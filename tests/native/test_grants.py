@@ -91,6 +91,7 @@ def test_only_lent_blocks(pair: Pair) -> None:
         )
         assert str(missing) in str(error)
     fails(InvalidArgument, lambda: pair.local.pull(mine[[1]], pair.peer["other"][[4]], grant=token))
+    fails(NotFound, lambda: pair.local.pull(mine[[1]], pair.peer["absent"][[4]], grant=token))
     model.check(mine)
     pair.local.pull(mine[[1]], pair.peer["kv"][[4]], grant=token).result(LIMIT)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ids import short
-from llm_datadist.native import Engine, InvalidArgument, KvLayout, RemoteCache
+from llm_datadist.native import Engine, GrantEnded, InvalidArgument, KvLayout, RemoteCache
 
 from .helpers import LIMIT, fails, refused
 from .kv_model import HEADS, LAYERS, blank, holds, latent, layout, owner, put, rank, reader, sequence, write
@@ -32,6 +32,7 @@ def blocks_for(of: KvLayout, tokens: int = TOKENS) -> list[int]:
 
 CONVERSIONS = {
     "order": (layout(), layout(order="HND")),
+    "equal": (layout(16), layout(16)),
     "a third, order, blocks": (layout(8, order="HND"), layout(20, (3, 6))),
     "one layer, some heads": (layout(16), layout(24, (2, 5), layers=range(2, 3), order="HND")),
     "latent, some layers": (latent(16), latent(24, layers=range(2))),
@@ -208,6 +209,21 @@ def test_pairs_convert(pair: Pair) -> None:
     assert holds(theirs[1], blanks[1])
 
 
+def test_grants_of_several_owners(start: Open, carried_by: str) -> None:
+    local, remote, remote_kv = ranks(start, carried_by, 2)
+    whole, of = sequence(16, 12), layout(16)
+    held = [owner(engine, "kv", layout(16, rank(index, 2)), [0], whole) for index, engine in enumerate(remote)]
+    cache, expected = reader(local, "n", of, 2)
+    grant = remote[0].lend(held[0][[0]], ttl=LIMIT)
+    given, tokens = pairs(cache[[1]], remote_kv, [[0], [0]]), [grant.token, None]
+    local.pull(given, grant=tokens, last=False).result(LIMIT)
+    assert grant.ended is None
+    local.pull(given, grant=tuple(tokens)).result(LIMIT)
+    assert holds(cache, put(expected, of, [1], whole))
+    assert grant.ended == "done"
+    fails(GrantEnded, lambda: local.pull(given, grant=tokens))
+
+
 def test_parts_of_blocks_with_layouts(pair: Pair) -> None:
     """Bytes of blocks move as they are, so both layouts are equal then, but for their layers."""
     of = layout(16, order="HND")
@@ -240,3 +256,14 @@ def test_blocks_without_tokens_of_the_other_end(pair: Pair) -> None:
     assert holds(mine, ours)
     assert holds(longer, before)
     assert holds(theirs, put(blank(layout(16), 3, 0xAA), layout(16), [0, 1], whole))
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "x"}, {"head_dim": 8}, {"heads": (0, 4)}, {"dtype": "int16"}, {"kv": "single"}], ids=short
+)
+def test_layouts_that_do_not_fit(pair: Pair, change: dict[str, Any]) -> None:
+    """Of another model, or without a head that the cache needs."""
+    mine, before = reader(pair.local, "kv", layout(), 2)
+    pair.remote.allocate("kv", layout(**change), blocks=2)
+    fails(InvalidArgument, lambda: pair.local.pull(mine[[1]], pair.peer["kv"][[1]]))
+    assert holds(mine, before)

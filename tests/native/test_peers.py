@@ -27,6 +27,7 @@ from peers import eventually
 
 from .helpers import (
     LIMIT,
+    ROW,
     Model,
     accepted,
     address,
@@ -216,6 +217,8 @@ def test_killed_peer(start: Open, remote: Remote, carried_by: str, how: str) -> 
     peer = local.link(remote.address).result(LIMIT)
     next_of(local, PeerUp)
     hanging = [local.push(peer["kv"][[n]], mine[[n]], layerwise=True) for n in range(4)]
+    hanging[0].ready(0)
+    eventually(lambda: hanging[0].bytes == ROW)
     local.pull(mine[[5]], peer["kv"][[6]]).result(LIMIT)
     model = Model(mine)
     if how == "killed":

@@ -62,6 +62,8 @@ def test_killed_keeper_means_misses_and_a_new_one_is_found(socket: Path, served:
         assert store.exists([key(1)]) == [False]
         assert store.put([key(1)], [value(1)]) == [False]
         assert store.stats()["keeper"] is None
+        with store.view([key(1)], ttl=1) as seen:
+            assert (seen.values, seen.leased, seen.valid()) == ((None,), [False], [False])
         with pytest.raises(PeerLost):
             store.drop([key(1)])
         assert socket.exists(), "a killed process leaves its socket"
@@ -100,11 +102,14 @@ def test_calls_of_all_clients_of_a_stopped_keeper_end_in_time_and_go_on_with_it(
         assert reads.put([key(1)], [value(1)]) == [True]
         stopped = stop(served)
         assert puts.put([key(2)], [value(2)], timeout=0.1) == [False]
-        assert started.start_put([key(3)], [value(3)], timeout=0.1).result() == [False]
+        late_put, next_put = (started.start_put([key(n)], [value(n)], timeout=t) for n, t in ((3, 0.1), (6, LIMIT)))
+        assert (late_put.result(), next_put.result()) == ([False], [False])
         refused(lambda: drops.drop([key(1)], timeout=0.1))
         refused(lambda: clears.clear(timeout=0.1))
         assert leases.lease([key(1)], ttl=5, timeout=0.1) == [False]
         assert counts.stats(timeout=0.1)["keeper"] is None
+        own = reads.stats(keeper=False)  # without a question to the keeper, so `reads` stays attached
+        assert (own["puts_stored"], own["keeper"]) == (1, None)
         late = stack.enter_context(opened(socket, timeout=0.1))
         # Until the keeper answers, whoever must attach again finds nothing.
         for store in (*stores[1:], late):
@@ -116,6 +121,8 @@ def test_calls_of_all_clients_of_a_stopped_keeper_end_in_time_and_go_on_with_it(
         # `drop` and `clear` may have reached the keeper.
         eventually(lambda: all(store.put([key(5)], [value(5)]) == [True] for store in (*stores, late)))
         assert [got(store, 5) for store in (*stores, late)] == [value(5)] * 8
+        # The keeper may have stored values of calls that timed out, but never with bytes of a later call.
+        assert [got(late, n) or value(n) for n in (2, 3, 4, 6)] == [value(n) for n in (2, 3, 4, 6)]
 
 
 def test_descriptors_that_close_slowly_hold_nobody_up(socket: Path, served: subprocess.Popen[str]) -> None:

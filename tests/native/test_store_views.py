@@ -158,6 +158,20 @@ def test_end_releases_buffers_and_keeps_the_memory_of_arrays(store: Store, socke
     assert part.tobytes() == array.tobytes()[:4]
 
 
+def test_view_outlives_a_killed_keeper_and_its_store(socket: Path) -> None:
+    with serving(socket) as served, opened(socket) as store:
+        assert all(put(store, 0, 1))
+        with view(store, 0, 1) as seen:
+            served.kill()
+            eventually(lambda: store.stats()["keeper"] is None)
+            assert [bytes(found) for found in seen.values] == [value(0), value(1)]
+            assert seen.valid() == [True, True]
+            array = np.frombuffer(seen.values[1], dtype=np.uint8)
+            store.close()
+            assert seen.valid() == [True, True]
+        assert array.tobytes() == value(1)
+
+
 def test_next_process_of_a_keeper_does_not_make_changed_values_valid(socket: Path) -> None:
     with serving(socket) as served, opened(socket) as store:
         eventually(lambda: store.stats()["keeper"] is not None)

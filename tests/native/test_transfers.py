@@ -26,7 +26,7 @@ from llm_datadist.native import (
     Timeout,
     Transfer,
 )
-from peers import eventually
+from peers import eventually, together
 
 from .helpers import (
     BLOCKS,
@@ -34,6 +34,7 @@ from .helpers import (
     ROW,
     TENSORS,
     Model,
+    accepted,
     address,
     allocate,
     blocks_of,
@@ -223,6 +224,8 @@ def test_other_transfers_go_on_while_a_peer_is_stopped(start: Open, remote: Remo
     mine = allocate(local, seed=1, blocks=64)
     peer = local.link(remote.address).result(LIMIT)
     local.pull(mine[[0]], peer["kv"][[0]]).result(LIMIT)
+    late = local.push(peer["kv"][[3]], mine[[61]], layerwise=True, timeout=0.2)
+    eventually(lambda: late.total > 0)
     with remote.stopped():
         waiting = [local.pull(mine[[block]], peer["kv"][[0]]) for block in range(60)]
         local.copy(mine[[63]], mine[[62]]).result(LIMIT)
@@ -232,6 +235,8 @@ def test_other_transfers_go_on_while_a_peer_is_stopped(start: Open, remote: Remo
         local.copy(mine[[0]], mine[[62]]).result(LIMIT)
         fails(Timeout, lambda: local.pull(mine[[1]], peer["kv"][[2]], timeout=0.2))
         fails(Timeout, lambda: local.push(peer["kv"][[2]], mine[[1]], timeout=0.2))
+        report_layers(late)
+        assert "layer" in fails(Timeout, lambda: late).facts
     local.pull(mine[[1]], peer["kv"][[2]]).result(LIMIT)
 
 
@@ -583,6 +588,26 @@ def test_ready_after_a_failure_does_nothing(pair: Pair, push: Transfer[None]) ->
     pair.local.close()
     push.ready(0)
     fails(Closed, lambda: push)
+
+
+def test_engine_closes_while_threads_report_layers(start: Open) -> None:
+    """Each push ends, with success only if all its layers arrived."""
+    local, remote = start(), start(listen="127.0.0.1:0")
+    mine, _ = allocate(local, blocks=32), allocate(remote, blocks=32)
+    remote_kv = local.link(address(remote)).result(LIMIT)["kv"]
+    pushes = [local.push(remote_kv[[n]], mine[[n]], layerwise=True) for n in range(32)]
+
+    def work(number: int) -> None:
+        if number == 4:
+            local.close()
+            return
+        for layer in range(TENSORS):
+            for push in pushes[number::4]:
+                push.ready(layer)
+
+    together(5, work)
+    for push in pushes:
+        assert not accepted(lambda push=push: push, Closed) or push.bytes == TENSORS * ROW  # type: ignore[misc]
 
 
 def test_layers_wait_as_long_as_the_program_computes(pair: Pair) -> None:
