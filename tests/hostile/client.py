@@ -235,15 +235,17 @@ class RingWire(Rings):
         super().__init__(wire, own, theirs, 0, PAGE, RING)
         self.payload = PayloadRings(wire, own, theirs, PAGE // 2, PAGE + RING, PAYLOAD_RING)
 
-    def body(self) -> bytes:
+    def say(self, body: bytes) -> None:
+        self.send(frame(body))
+
+    def hear(self) -> bytes:
         """Return the body of the next message."""
         magic, version, kind, length = struct.unpack("<2sBBI", self.exactly(8))
         assert (magic, version, kind) == (MAGIC, VERSION, MESSAGE)
         return opened(self.exactly(length))
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        self.send(frame(request))
-        return m.read_reply(self.body())
+        return ask(self, request)
 
 
 class Link:
@@ -285,9 +287,15 @@ class Link:
             wire.close()
 
 
-def ask(wire: Wire, request: bytes) -> dict[str, Any]:
+def ask(wire: Wire | RingWire, request: bytes) -> dict[str, Any]:
     wire.say(request)
     return m.read_reply(wire.hear())
+
+
+def check_refused(reply: dict[str, Any], kind: int, text: str = "") -> None:
+    """Check that an answer reports a failure of this kind."""
+    assert (reply["is"], reply.get("kind")) == ("Failed", kind), reply
+    assert text in reply["message"], reply
 
 
 def payload(data: bytes) -> bytes:
@@ -321,16 +329,13 @@ def memory(length: int, seals: int = SEALS, flags: int = 0) -> int:
 class Offer:
     """The description of a peer's memory, and its descriptors. The default is a valid offer without pools."""
 
-    def __init__(
-        self,
-        descriptors: Sequence[int] | None = None,
-        *,
-        generations: bool = True,
-        regions: tuple[int | None, int | None] = (None, None),
-        probe: tuple[int, bytes] | None = None,
-    ) -> None:
-        self.body = m.attach(generations, regions, probe)
-        self.descriptors = [memory(GENERATIONS)] if descriptors is None else list(descriptors)
+    def __init__(self, region: int | None = None, generations: int | None = None) -> None:
+        """`region` is the length of a host pool, and `generations` the descriptor of the generations."""
+        self.body = m.attach(region)
+        self.descriptors = [memory(GENERATIONS) if generations is None else generations]
+        if region is not None:
+            self.descriptors.append(memory(region))
+        self.mapped = GENERATIONS + (region or 0)
 
     def close(self) -> None:
         while self.descriptors:
@@ -375,13 +380,12 @@ class Peer:
         return self._link(lambda: dial_tcp(address, window, self.step_limit), stop)
 
     def link_local(self, name: str, offer: Offer | None = None, *, stop: str = "up") -> Link:
-        """Make a link over the local socket, and offer memory. `stop` may also be a step of `_attach`."""
-        made = Offer() if offer is None else offer
-        try:
+        """Make a link over the local socket, and offer memory, whose descriptors are closed then.
+
+        `stop` may also be a step of `_attach`.
+        """
+        with closing(offer or Offer()) as made:
             return self._link(lambda: dial_local(name, self.step_limit), stop, made)
-        finally:
-            if offer is None:
-                made.close()
 
     def _link(self, dial: Callable[[], Wire], stop: str, offer: Offer | None = None) -> Link:
         number = int.from_bytes(os.urandom(8), "little")

@@ -1,4 +1,4 @@
-"""Every message of the protocol: encoders for messages of a hostile peer, decoders for those of the engine.
+"""The messages of the protocol: encoders for those of a hostile peer, decoders for those of the engine.
 
 Encoders take plain numbers and check nothing, because most of the messages are wrong on purpose. Decoded messages are
 dictionaries with the name of the variant under "is". Not for: the order of messages (see the docstring of the package).
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NEVER = 600_000  # ms: a deadline that is later than the end of every attack
+U32, U64 = 2**32 - 1, 2**64 - 1
+# Numbers of the kind in an answer that reports a failure.
+INVALID_ARGUMENT, OUT_OF_MEMORY, BUSY, GRANT_ENDED = 0, 2, 17, 18
 
 
 def party(cluster: int, instance: int) -> bytes:
@@ -90,14 +93,9 @@ def read_welcome(body: bytes) -> dict[str, Any]:
     return told
 
 
-def attach(
-    generations: bool = True,
-    regions: tuple[int | None, int | None] = (None, None),
-    probe: tuple[int, bytes] | None = None,
-) -> bytes:
-    """The memory to map: generations, the regions of host and device, and the place of the secret for reads."""
-    lengths = b"".join(some(None if length is None else uint(length)) for length in regions)
-    return flag(generations) + lengths + some(None if probe is None else uint(probe[0]) + probe[1])
+def attach(region: int | None) -> bytes:
+    """The memory to map: generations, the region of the host if there is one, and no memory to read by process id."""
+    return flag(True) + some(None if region is None else uint(region)) + some(None) + some(None)
 
 
 ATTACHED = uint(0) + uint(0)  # all of an offer can be used
@@ -162,12 +160,15 @@ def name_blocks(model: int = 0) -> bytes:
     return uint(0) + uint(2) + uint(model)
 
 
-def name_row(cache: int, row: int = 0) -> bytes:
-    return uint(1) + sint(cache) + uint(row)
-
-
 def name_grant(slot: int, generation: int, secret: bytes) -> bytes:
     return uint(2) + uint(slot) + uint(generation) + secret
+
+
+def name_of(token: bytes, **changed: Any) -> bytes:
+    """The name of the grant of a token: slot, generation and secret."""
+    number = int.from_bytes
+    real = {"slot": number(token[20:24], "little"), "generation": number(token[24:32], "little"), "secret": token[32:]}
+    return name_grant(**{**real, **changed})
 
 
 def span(src: int, dst: int, length: int, count: int = 1, src_step: int = 0, dst_step: int = 0) -> bytes:
@@ -175,9 +176,9 @@ def span(src: int, dst: int, length: int, count: int = 1, src_step: int = 0, dst
     return uint(src) + uint(dst) + uint(length) + uint(count) + sint(src_step) + sint(dst_step)
 
 
-def plan_start(tensors: int, first: tuple[int, int], steps: tuple[int, int] = (1, 1)) -> bytes:
+def plan_start(tensors: int, first: tuple[int, int]) -> bytes:
     """Number of tensors, then the first tensor and the step of the source, then those of the destination."""
-    return uint(tensors) + b"".join(uint(first[side]) + uint(steps[side]) for side in (0, 1))
+    return uint(tensors) + b"".join(uint(tensor) + uint(1) for tensor in first)
 
 
 def plan_spans(spans: list[bytes], tensors: int = 1, src: int = 0, dst: int = 0) -> bytes:
@@ -185,19 +186,12 @@ def plan_spans(spans: list[bytes], tensors: int = 1, src: int = 0, dst: int = 0)
     return plan_templates([template((0, 0), [(0, 0)], spans)], tensors, (src, dst))
 
 
-def plan_blocks(
-    length: int,
-    pairs: list[tuple[int, int]] | bytes,
-    tensors: int = 1,
-    base: tuple[int, int] = (0, 0),
-    first: tuple[int, int] = (0, 0),
-) -> bytes:
-    """A plan of equal blocks. Block `n` that is read starts at `base[0] + n * length`; for writes, at `base[1]`.
+def plan_blocks(length: int, pairs: list[tuple[int, int]] | bytes) -> bytes:
+    """A plan of equal blocks of one tensor.
 
     `pairs` are numbers, or the byte string of the message, whose first byte is the width of the numbers.
     """
-    blocks = template((length, length), pairs, [span(*base, length)])
-    return plan_templates([blocks], tensors, first)
+    return plan_templates([template((length, length), pairs, [span(0, 0, length)])])
 
 
 def template(units: tuple[int, int], pairs: list[tuple[int, int]] | bytes, spans: list[bytes]) -> bytes:
@@ -205,22 +199,21 @@ def template(units: tuple[int, int], pairs: list[tuple[int, int]] | bytes, spans
     return uint(units[0]) + uint(units[1]) + blob(pairs if isinstance(pairs, bytes) else pack(pairs)) + many(spans)
 
 
-def plan_templates(
-    templates: list[bytes],
-    tensors: int = 1,
-    first: tuple[int, int] = (0, 0),
-    steps: tuple[int, int] = (1, 1),
-) -> bytes:
-    """A plan. `steps` are the distances of the tensors that are read and written."""
-    return plan_start(tensors, first, steps) + many(templates)
+def plan_templates(templates: list[bytes], tensors: int = 1, first: tuple[int, int] = (0, 0)) -> bytes:
+    return plan_start(tensors, first) + many(templates)
 
 
 def pack(pairs: list[tuple[int, int]]) -> bytes:
     return b"\x04" + b"".join(number.to_bytes(4, "little") for pair in pairs for number in pair)
 
 
-def describe(name: bytes, limit_ms: int = NEVER) -> bytes:
-    return uint(limit_ms) + uint(0) + name
+def _request(kind: int) -> bytes:
+    """The start of a request: the time that its caller waits, and the kind."""
+    return uint(NEVER) + uint(kind)
+
+
+def describe(name: bytes) -> bytes:
+    return _request(0) + name
 
 
 def without_limit(request: bytes) -> bytes:
@@ -228,45 +221,23 @@ def without_limit(request: bytes) -> bytes:
     return request[next(at for at, byte in enumerate(request) if byte < 128) + 1 :]
 
 
-def read(
-    name: bytes,
-    cache: int,
-    plan: bytes,
-    start: int,
-    end: int,
-    limit_ms: int = NEVER,
-    summed: bool = False,
-    generation: int | None = None,
-) -> bytes:
+def read(name: bytes, cache: int, plan: bytes, start: int, end: int, generation: int | None = None) -> bytes:
     """Request 1: ask for bytes. `generation` is the one that the entry must have, for a name that is a grant."""
     entry = name + sint(cache) + some(None if generation is None else uint(generation))
-    return uint(limit_ms) + uint(1) + entry + plan + uint(start) + uint(end) + flag(summed)
+    return _request(1) + entry + plan + uint(start) + uint(end) + flag(False)
 
 
 def write(
-    name: bytes,
-    cache: int,
-    plan: bytes,
-    start: int,
-    end: int,
-    ahead: bool = False,
-    limit_ms: int = NEVER,
-    shared: int | None = None,
+    name: bytes, cache: int, plan: bytes, start: int, end: int, ahead: bool = False, shared: int | None = None
 ) -> bytes:
-    body = uint(limit_ms) + uint(2) + name + sint(cache) + plan + uint(start) + uint(end) + flag(ahead)
+    """Request 2: send bytes."""
+    body = _request(2) + name + sint(cache) + plan + uint(start) + uint(end) + flag(ahead)
     return body + some(None if shared is None else uint(shared))
 
 
-def write_part(write: int, start: int, end: int, limit_ms: int = NEVER) -> bytes:
-    """Request 10: further bytes of a shared write, on another stream."""
-    return uint(limit_ms) + uint(10) + uint(write) + uint(start) + uint(end)
-
-
-def fetch(
-    name: bytes, cache: int, plan: bytes, source: bytes, tensors: int, tensor_bytes: int, limit_ms: int = NEVER
-) -> bytes:
+def fetch(name: bytes, cache: int, plan: bytes, source: bytes, tensors: int, tensor_bytes: int) -> bytes:
     """Request 3: the owner reads these bytes from the memory of the caller."""
-    return uint(limit_ms) + uint(3) + name + sint(cache) + plan + source + uint(tensors) + uint(tensor_bytes)
+    return _request(3) + name + sint(cache) + plan + source + uint(tensors) + uint(tensor_bytes)
 
 
 def pulled(name: bytes, cache: int, first: int, count: int) -> bytes:
@@ -274,41 +245,40 @@ def pulled(name: bytes, cache: int, first: int, count: int) -> bytes:
     return name + sint(cache) + uint(first) + uint(count)
 
 
-def finish(pulled: bytes | None = None, message: bytes | None = None, limit_ms: int = NEVER) -> bytes:
-    """Request 4: the end of a pull or push."""
-    text = None if message is None else blob(message)
-    return uint(limit_ms) + uint(4) + some(pulled) + some(text)
+def finish(pulled: bytes, message: bytes | None = None) -> bytes:
+    """Request 4: the end of a pull."""
+    return _request(4) + some(pulled) + some(None if message is None else blob(message))
 
 
-def unlink(limit_ms: int = NEVER) -> bytes:
-    return uint(limit_ms) + uint(5)
+def unlink() -> bytes:
+    return _request(5)
 
 
-def ping(limit_ms: int = NEVER) -> bytes:
-    return uint(limit_ms) + uint(6)
+def ping() -> bytes:
+    return _request(6)
 
 
-def locate(encoded_addresses: bytes, count: int, limit_ms: int = NEVER) -> bytes:
+def locate(encoded_addresses: bytes, count: int) -> bytes:
     """Request 7: ask which caches contain these addresses."""
-    return uint(limit_ms) + uint(7) + uint(count) + encoded_addresses
+    return _request(7) + uint(count) + encoded_addresses
 
 
-def notify(messages: list[bytes], limit_ms: int = NEVER) -> bytes:
+def notify(messages: list[bytes]) -> bytes:
     """Request 8: deliver notifications."""
-    return uint(limit_ms) + uint(8) + uint(len(messages)) + b"".join(uint(len(one)) + one for one in messages)
+    return _request(8) + many([blob(one) for one in messages])
 
 
-def checksums(name: bytes, cache: int, plan: bytes, written: bool = False, limit_ms: int = NEVER) -> bytes:
-    """Request 9: ask for the checksums of the pairs of a plan, on the side that it reads or writes."""
-    return uint(limit_ms) + uint(9) + name + sint(cache) + plan + flag(written)
+def checksums(name: bytes, cache: int, plan: bytes) -> bytes:
+    """Request 9: ask for the checksums of the pairs of a plan, on the side that it reads."""
+    return _request(9) + name + sint(cache) + plan + flag(False)
 
 
 FIND = 11
 
 
-def find(name: bytes, limit_ms: int = NEVER) -> bytes:
+def find(name: bytes) -> bytes:
     """Request 11: ask for the id of the cache with this name."""
-    return uint(limit_ms) + uint(FIND) + blob(name)
+    return _request(FIND) + blob(name)
 
 
 def polled(arrived: tuple[int, int], of_those: tuple[int, int]) -> bytes:

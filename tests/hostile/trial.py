@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
@@ -21,10 +21,10 @@ from peers import OK, by_blocks, equal, eventually, options, pattern
 
 from . import budgets
 from . import messages as m
-from .client import Link, Listener, Offer, Peer, Tender, Wire, ask
+from .client import Link, Listener, Offer, Peer, RingWire, Tender, Wire, ask, dial_tcp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 TOKEN = "a token that the hostile peer knows"  # noqa: S105
 VICTIM = 2
@@ -194,6 +194,12 @@ class Trial:
         self.held.callback(link.close)
         return link
 
+    def dial(self, address: str = "") -> Wire:
+        """Connect to an engine, the victim by default, without a greeting."""
+        wire = dial_tcp(address or self.victim.address)
+        self.held.callback(wire.close)
+        return wire
+
     def try_link(self, cluster: int = 66, **given: Any) -> None:
         with suppress(*GONE):
             self.link(cluster, **given)
@@ -302,6 +308,24 @@ class Trial:
         self.close()
 
 
-def prey_of(call: Wire) -> int:
+def prey_of(call: Wire | RingWire) -> int:
     """The id of the cache under attack."""
     return int(ask(call, m.describe(m.name_blocks(1)))["cache"])
+
+
+@contextmanager
+def attack(
+    *, local: bool = False, window: int | None = None, offer: Offer | None = None, **given: Any
+) -> Iterator[tuple[Trial, Link]]:
+    """Make a link of an attacker that answers pings, for attacks with its call streams, and judge the attack.
+
+    A local link has the memory of `offer`, and one over TCP the receive buffer `window`. The link outlives the attack.
+    """
+    offer = (offer or Offer()) if local else None
+    with Trial(**given) as trial:
+        link = trial.link(local=True, offer=offer) if local else trial.link(window=window)
+        trial.tender.add(link)
+        trial.begin()
+        yield trial, link
+        trial.judge(links=1, streams=len(link.calls), busy=1, mapped=offer.mapped if offer else 0)
+        assert not trial.tender.ended, "the link itself goes on"
