@@ -11,17 +11,16 @@ import pytest
 
 from hostile import budgets
 from hostile import messages as m
-from hostile.client import AHEAD, Wire, ask, header, payload
-from hostile.trial import MIB, PREY, PREY_BYTES, PREY_ROWS, SILENCE, SLACK, VICTIM, Trial, prey_of
+from hostile.client import AHEAD, Wire, ask, check_refused, header, payload
+from hostile.messages import BUSY, U32, U64
+from hostile.trial import MIB, PREY, PREY_BYTES, PREY_ROWS, SILENCE, SLACK, VICTIM, Trial, attack, prey_of
 from peers import OK, by_blocks, equal, eventually, meanwhile, pattern, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-U32, U64 = 2**32 - 1, 2**64 - 1
-# The number of the kind `Busy` in an answer that reports a failure.
-BUSY = 17
+GRANT = m.name_grant(0, 0, bytes(16))
+ALL = m.plan_spans([m.span(0, 0, PREY)], 2)
 
 
 def _sends(wire: Wire, data: bytes) -> bool:
@@ -70,10 +69,8 @@ def test_unfinished_bodies_take_bounded_memory(links: int, streams: int) -> None
 
 def test_bodies_that_trickle_lose_their_streams() -> None:
     """A few bytes per second do not count as progress."""
-    with Trial(honest=["tcp"]) as trial:
-        link, first = trial.fair_call()
-        wires = [first, *(link.call() for _ in range(3))]
-        trial.begin()
+    with attack(honest=["tcp"]) as (_, link):
+        wires = [link.call() for _ in range(4)]
         for wire in wires:
             wire.send(header(8 * MIB) + bytes(1000))
         until = time.monotonic() + SILENCE + SLACK
@@ -81,7 +78,6 @@ def test_bodies_that_trickle_lose_their_streams() -> None:
         while left and time.monotonic() < until:
             left = [wire for wire in left if _sends(wire, b"\0")]
             time.sleep(0.1)
-        trial.judge(links=1, streams=4, busy=1)
         assert not left, f"{len(left)} frames trickle on"
 
 
@@ -119,14 +115,13 @@ def test_a_peer_that_stalls_loses_its_rows(verb: str, trickles: bool) -> None:
         writer.allocate("w", PREY_ROWS, PREY_BYTES, 2, blocks=True, seed=9)
         _link, call = trial.fair_call(window=4096)
         cache, name = prey_of(call), m.name_blocks(1)
-        plan = m.plan_spans([m.span(0, 0, PREY)], 2)
         trial.begin()
         if verb == "write ahead":
-            call.say(m.write(name, cache, plan, 0, AHEAD, ahead=True))
+            call.say(m.write(name, cache, ALL, 0, AHEAD, ahead=True))
             call.send(bytes(1000))
             time.sleep(1.5)  # the engine pins the rows before it reads the bytes, and sends nothing
         else:
-            call.say((m.read if verb == "read" else m.write)(name, cache, plan, 0, 2 * PREY))
+            call.say((m.read if verb == "read" else m.write)(name, cache, ALL, 0, 2 * PREY))
             assert m.read_reply(call.hear())["is"] == "Ready", "the rows are pinned from now on"
 
         def trickle() -> None:
@@ -146,12 +141,10 @@ def test_a_peer_that_stalls_loses_its_rows(verb: str, trickles: bool) -> None:
 
 def test_a_slow_reader_that_makes_progress_keeps_its_rows() -> None:
     """It reads 0.5 MiB/s for more than three times `link_silence`, and gets the bytes of the rows."""
-    with Trial(honest=["tcp"]) as trial:
-        _link, call = trial.fair_call(window=128 << 10)
-        plan = m.plan_spans([m.span(0, 0, PREY)], 2)
-        cache = prey_of(call)
-        trial.begin()
-        assert ask(call, m.read(m.name_blocks(1), cache, plan, 0, 2 * PREY)) == {"is": "Ready", "bytes": 2 * PREY}
+    with attack(window=128 << 10, honest=["tcp"]) as (_, link):
+        call = link.call()
+        wanted = m.read(m.name_blocks(1), prey_of(call), ALL, 0, 2 * PREY)
+        assert ask(call, wanted) == {"is": "Ready", "bytes": 2 * PREY}
         slow = bytearray()
         until = time.monotonic() + 3 * SILENCE + 0.5
         while time.monotonic() < until:
@@ -159,7 +152,6 @@ def test_a_slow_reader_that_makes_progress_keeps_its_rows() -> None:
             time.sleep(0.25)
         right = payload(b"".join(tensor.tobytes() for tensor in pattern(5, 2, PREY_ROWS, PREY_BYTES)))
         assert bytes(slow) + call.exactly(len(right) - len(slow)) == right
-        trial.judge(links=1, streams=1, busy=1)
 
 
 NONSENSE: dict[str, bytes] = {
@@ -204,53 +196,65 @@ def test_answers_that_mean_nothing_fail_the_call_and_nothing_else() -> None:
 
 def test_notifications_beyond_the_window_are_refused() -> None:
     """A peer that does not count what the victim has polled: its requests fail, and the memory is bounded."""
-    with Trial() as trial:
-        link, call = trial.fair_call()
+    with attack() as (trial, link):
+        call = link.call()
         assert trial.victim.polled() == []
-        trial.begin()
         for _ in range(2):
             assert ask(call, m.notify([b"x" * 64] * 1024))["is"] == "Done"
-        refused = ask(call, m.notify([b"x"]))
-        assert (refused["is"], refused["kind"]) == ("Failed", BUSY), refused
-        refused = ask(call, m.finish(m.pulled(m.name_blocks(), 0, 0, 1), message=b"x"))
-        assert refused["is"] == "Failed", refused
+        check_refused(ask(call, m.notify([b"x"])), BUSY)
+        assert ask(call, m.finish(m.pulled(m.name_blocks(), 0, 0, 1), message=b"x"))["is"] == "Failed"
         for numbers in ((0, 0), (U64, U64), (U64, 0), (1, U64)):
             link.control.say(m.polled(numbers, (numbers[1], numbers[0])))
         assert trial.victim.polled() == [(66, b"x" * 64)] * 2048
-        assert ask(call, m.notify([b"again"]))["is"] == "Done"
-        eventually(lambda: trial.victim.polled() == [(66, b"again")])
-        trial.judge(links=1, streams=1, busy=1)
-
-
-def test_notifications_that_break_the_rules_end_the_stream() -> None:
-    rules = [m.notify([]), m.notify([b"x" * 65537]), m.notify([b""] * 1025), m.notify([b"x"])[:-3]]
-    with Trial() as trial:
-        link, call = trial.fair_call()
-        assert trial.victim.polled() == []
-        trial.begin()
-        for broken in rules:
-            wire = link.call()
-            wire.say(broken)
-            assert wire.ended(SLACK), broken[:20]
         # A release that fails delivers nothing.
         assert ask(call, m.finish(m.pulled(m.name_request(9, 9), 3, 0, 1), message=b"x"))["is"] == "Failed"
-        assert ask(call, m.notify([b"last"]))["is"] == "Done"
-        assert trial.victim.polled() == [(66, b"last")]
-        trial.judge(links=1, streams=2, busy=1)
+        assert ask(call, m.notify([b"again"]))["is"] == "Done"
+        eventually(lambda: trial.victim.polled() == [(66, b"again")])
 
 
-def test_names_that_break_the_rules_end_the_stream() -> None:
-    """A peer that asks for very many names, or for texts that are no names, costs nobody anything."""
-    rules = [m.find(b"x" * 129), m.find(b"\xff\xfe"), m.find(b"a\nb"), m.find(b"kv")[:-1], m.find(b"kv") + b"x"]
-    with Trial() as trial:
-        link, call = trial.fair_call()
-        trial.begin()
-        for broken in rules:
+# Bytes that are no requests.
+UNREADABLE: dict[str, bytes] = {
+    "no notifications": m.notify([]),
+    "a notification that is too long": m.notify([b"x" * 65537]),
+    "too many notifications": m.notify([b""] * 1025),
+    "half a notification": m.notify([b"x"])[:-3],
+    "a name that is too long": m.find(b"x" * 129),
+    "a name that is not UTF-8": m.find(b"\xff\xfe"),
+    "a name of two lines": m.find(b"a\nb"),
+    "half a name": m.find(b"kv")[:-1],
+    "a name and more": m.find(b"kv") + b"x",
+    "half a grant": m.describe(GRANT)[:-5],
+    "a grant without numbers": m.describe(GRANT[:1]),
+    "half a report on a grant": m.finish(m.pulled(GRANT, 0, 0, 0))[:-4],
+    "a grant of endless numbers": m.describe(GRANT[:1] + b"\xff" * 40),
+    "checksums of half a plan": m.checksums(GRANT, 1, m.plan_spans([m.span(0, 0, 64)])[:-3]),
+    "half a request for checksums": m.checksums(GRANT, 1, m.plan_spans([m.span(0, 0, 64)]))[:-1],
+    **{
+        f"{what} of a {verb.__name__}": verb(m.name_blocks(1), 1, plan, 0, 64)
+        for verb in (m.read, m.write)
+        for what, plan in {
+            "half a pair": m.plan_blocks(64, b"\4" + bytes(6)),
+            "half a template": m.plan_templates([m.template((64, 64), [(0, 0)], [m.span(0, 0, 64)])[:-4]]),
+            "templates without end": m.plan_start(1, (0, 0)) + m.uint(U64),
+        }.items()
+    },
+}
+
+
+def test_requests_that_cannot_be_read_end_their_stream_alone() -> None:
+    with attack(honest=["tcp"]) as (_, link):
+        call = link.call()
+        for what, request in UNREADABLE.items():
             wire = link.call()
-            wire.say(broken)
-            assert wire.ended(SLACK), broken[:20]
+            wire.say(request)
+            assert wire.ended(SLACK), what
+            assert ask(call, m.ping())["is"] == "Done", what
+
+
+def test_a_peer_may_ask_for_very_many_names() -> None:
+    with attack(honest=["tcp"]) as (_, link):
+        call = link.call()
         for number in range(2000):
             answer = ask(call, m.find(b"no cache %d" % number))
             assert answer["is"] == "Failed"
             assert f"'no cache {number}'" in answer["message"]
-        trial.judge(links=1, streams=2, busy=1)
