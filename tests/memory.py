@@ -181,6 +181,13 @@ def in_fresh_process(code: str, timeout: float = 300.0, **environment: str) -> s
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, env=env)  # noqa: S603
 
 
+def run_command(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python -m llm_datadist`, with both output streams in pipes unless `given` says otherwise."""
+    command = [sys.executable, "-m", "llm_datadist", *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run(command, check=False, text=True, timeout=60, **{**streams, **given})  # noqa: S603
+
+
 # Code for a fresh process: `start` prints whether an engine with these options could be initialized.
 STARTS = """
 from llm_datadist import LLMDataDist, LLMException, LLMRole

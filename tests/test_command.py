@@ -25,6 +25,7 @@ from llm_datadist.option_table import (
     native_meaning,
     rows,
 )
+from memory import run_command
 
 REPLAY = "replay --quiet --requests 10 --layers 1 --head-dim 8 --device-pool 8MiB --host-pool 16MiB"
 
@@ -62,8 +63,8 @@ def test_the_defaults_of_engine_are_in_its_units() -> None:
     ],
 )
 def test_module_is_a_command(argument: str, shown: list[str]) -> None:
-    command = [sys.executable, "-m", "llm_datadist", argument]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
+    done = run_command(argument)
+    assert done.returncode == 0
     for text in shown:
         assert text in done.stdout
 
@@ -92,13 +93,10 @@ def test_wrong_arguments_exit_2(capsys: pytest.CaptureFixture[str], arguments: l
     ],
 )
 def test_reader_that_closes_the_pipe_early_is_no_error(arguments: str, errors: int) -> None:
-    command = [sys.executable, "-m", "llm_datadist", *arguments.split()]
     reading, writing = os.pipe()
     os.close(reading)
-    try:
-        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)  # noqa: S603
-    finally:
-        os.close(writing)
+    with os.fdopen(writing, "w") as broken:
+        done = run_command(*arguments.split(), stdout=broken)
     assert done.returncode == 0
     assert "BrokenPipe" not in done.stderr
     assert bool(done.stderr) == bool(errors)
@@ -131,16 +129,14 @@ FULL = f"{os.strerror(errno.ENOSPC)} (errno={errno.ENOSPC})"
 
 @pytest.mark.parametrize("arguments", EVERY_COMMAND)
 def test_full_standard_output_is_an_error_of_one_line(arguments: str) -> None:
-    command = [sys.executable, "-m", "llm_datadist", *arguments.split()]
     with Path("/dev/full").open("w", encoding="utf-8") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)  # noqa: S603
+        done = run_command(*arguments.split(), stdout=full)
     ends_with_one_line(done, "standard output")
 
 
 @pytest.mark.parametrize("arguments", ["doctor", REPLAY])
 def test_json_on_a_full_disk_is_an_error_of_one_line_after_the_table(arguments: str) -> None:
-    command = [sys.executable, "-m", "llm_datadist", *arguments.split(), "--json", "/dev/full"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    done = run_command(*arguments.split(), "--json", "/dev/full")
     ends_with_one_line(done, "/dev/full")
     assert len(done.stdout) > 500
 
@@ -148,30 +144,20 @@ def test_json_on_a_full_disk_is_an_error_of_one_line_after_the_table(arguments: 
 def test_closed_standard_output_is_an_error() -> None:
     command = f"{sys.executable} -m llm_datadist options >&-"
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60, check=False)  # noqa: S602
-    assert (done.returncode, done.stderr) == (
-        1,
-        "llm-datadist: cannot write the results: standard output is closed\n",
-    )
+    error = "llm-datadist: cannot write the results: standard output is closed\n"
+    assert (done.returncode, done.stderr) == (1, error)
 
 
 def test_full_standard_error_does_not_end_a_replay() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "llm_datadist",
-        *REPLAY.replace(" --quiet", "").split(),
-    ]
-    command += ["--json", "-"]
     with Path("/dev/full").open("w", encoding="utf-8") as full:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60, check=False)  # noqa: S603
+        done = run_command(*REPLAY.replace(" --quiet", "").split(), "--json", "-", stderr=full)
     assert done.returncode == 0
     assert json.loads(done.stdout)["leaked_bytes"] == 0
 
 
 def test_output_that_cannot_show_a_character_shows_a_question_mark() -> None:
-    command = [sys.executable, "-m", "llm_datadist", "options"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)  # noqa: S603
+    done = run_command("options", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0
     assert "default: 50 ?s" in done.stdout
 
 

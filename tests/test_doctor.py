@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,7 @@ from emulation import needs
 from llm_datadist.commands.doctor import devices, engine, host, report
 from llm_datadist.commands.doctor.finding import NOTE, OK, PROBLEM, Finding
 from llm_datadist.commands.main import main
+from memory import in_fresh_process, run_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,9 +28,20 @@ Limit                     Soft Limit           Hard Limit           Units
 Max open files            {files:<20} 1048576              files
 Max locked memory         {locked:<20} unlimited            bytes
 Max address space         {space:<20} unlimited            bytes
-Max file size             unlimited            unlimited            bytes
+Max file size             {size:<20} unlimited            bytes
 """
+KERNEL, ETH0 = "proc/sys/kernel/osrelease", "sys/class/net/eth0"
+LOCKED, HUGE = "locked memory (ulimit -l)", "transparent huge pages"
+PORT = "sys/class/infiniband/mlx5_0/ports/1"
+ACTIVE = {f"{PORT}/state": "4: ACTIVE", f"{PORT}/link_layer": "InfiniBand", f"{PORT}/rate": "200 Gb/sec (4X HDR)"}
+RDMA = {**ACTIVE, "dev/infiniband/uverbs0": ""}
 STATUS = "Name:\tpython\nUid:\t1000\t1001\t1000\t1000\nNSpid:\t77\nCapEff:\t{caps}\nCpus_allowed_list:\t{cpus}\n"
+
+
+def limits(**changed: Any) -> dict[str, str]:
+    """The file with the limits of a process, none of which limits the engine unless it is changed."""
+    given = {"files": 65536, "locked": "unlimited", "space": "unlimited", "size": "unlimited", **changed}
+    return {"proc/self/limits": LIMITS.format(**given)}
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -40,12 +50,17 @@ def write(root: Path, name: str, text: str) -> None:
     file.write_text(text + "\n", encoding="utf-8")
 
 
+def put(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        write(root, name, text)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A large host on which nothing limits the engine, without RDMA devices and accelerators."""
-    write(tmp_path, "proc/sys/kernel/osrelease", "6.8.0-40-generic")
+    put(tmp_path, limits())
+    write(tmp_path, KERNEL, "6.8.0-40-generic")
     write(tmp_path, "proc/self/status", STATUS.format(caps="0" * 16, cpus="0-3,8"))
-    write(tmp_path, "proc/self/limits", LIMITS.format(files=65536, locked="unlimited", space="unlimited"))
     write(tmp_path, "proc/self/uid_map", "         0          0 4294967295")
     write(tmp_path, "proc/meminfo", "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB")
     write(tmp_path, "proc/cpuinfo", "processor\t: 0\nmodel name\t: A CPU of tests")
@@ -55,21 +70,9 @@ def root(tmp_path: Path) -> Path:
     for name in ("enabled", "shmem_enabled"):
         write(tmp_path, f"sys/kernel/mm/transparent_hugepage/{name}", "always [madvise] never")
     write(tmp_path, "sys/class/net/lo/type", "772")
-    network(tmp_path, "eth0", state="up", speed="25000")
+    put(tmp_path, {f"{ETH0}/type": "1", f"{ETH0}/operstate": "up", f"{ETH0}/speed": "25000", f"{ETH0}/mtu": "9000"})
     (tmp_path / "dev/shm").mkdir(parents=True)
     return tmp_path
-
-
-def network(root: Path, name: str, state: str, speed: str) -> None:
-    for part, text in {"type": "1", "operstate": state, "speed": speed, "mtu": "9000"}.items():
-        write(root, f"sys/class/net/{name}/{part}", text)
-
-
-def rdma(root: Path, state: str = "4: ACTIVE", *, file: bool = True) -> None:
-    for part, text in {"state": state, "link_layer": "InfiniBand", "rate": "200 Gb/sec (4X HDR)"}.items():
-        write(root, f"sys/class/infiniband/mlx5_0/ports/1/{part}", text)
-    if file:
-        write(root, "dev/infiniband/uverbs0", "")
 
 
 def named(found: list[Finding], name: str) -> Finding:
@@ -93,28 +96,65 @@ def test_a_host_without_limits_has_neither_notes_nor_problems(root: Path) -> Non
     assert "lo" not in values
 
 
-@pytest.mark.parametrize(
-    ("version", "verdict"), [("5.0.9", PROBLEM), ("5.1.0", NOTE), ("5.8.18", NOTE), ("5.9.0", OK), ("6.18.44-x", OK)]
-)
-def test_kernels_that_are_too_old_are_named(root: Path, version: str, verdict: str) -> None:
-    write(root, "proc/sys/kernel/osrelease", version)
-    found = named(host.findings(root), "kernel")
-    assert (found.value, found.verdict) == (f"Linux {version}", verdict)
+GROUPS = {
+    "sys/fs/cgroup/service/engine/memory.max": "max",
+    "sys/fs/cgroup/service/memory.max": str(3 * 2**30),
+    "sys/fs/cgroup/memory.max": str(4 * 2**30),
+    "sys/fs/cgroup/other/memory.max": "4096",
+    "sys/fs/cgroup/service/engine/cpu.max": "150000 100000",
+    "sys/fs/cgroup/service/cpu.max": "max 100000",
+}
+NEVER_HUGE = {"sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force"}
+ROWS: dict[str, tuple[dict[str, str], str, str, str, str]] = {
+    **{
+        f"kernel {version}": ({KERNEL: version}, "kernel", f"Linux {version}", verdict, "")
+        for verdict, versions in {PROBLEM: ["5.0.9"], NOTE: ["5.1.0", "5.8.18"], OK: ["5.9.0", "6.18.44-x"]}.items()
+        for version in versions
+    },
+    **{
+        f"{files} open files": (
+            limits(files=files),
+            "open files (ulimit -n)",
+            f"{files:,} (hard limit 1,048,576): {links} incoming links",
+            NOTE,
+            "ulimit -n 65536",
+        )
+        for files, links in ((1024, "244"), (50, "4"), (4095, "1,011"))
+    },
+    "the lowest of all groups around": (
+        GROUPS,
+        "memory",
+        "16.0 GiB, 8.0 GiB available, cgroup limit 3.0 GiB",
+        NOTE,
+        "",
+    ),
+    "CPUs of a group": (GROUPS, "CPUs", "5 of 16 usable, cgroup limit 1.5, A CPU of tests", NOTE, ""),
+    "locked memory without RDMA": (limits(locked=8 << 20), LOCKED, "8.0 MiB", OK, ""),
+    "locked memory with RDMA": ({**limits(locked=8 << 20), **RDMA}, LOCKED, "8.0 MiB", NOTE, ""),
+    "address space": (limits(space=2**40), "address space (ulimit -v)", "1.0 TiB", NOTE, ""),
+    "file size": (limits(size=1 << 30), "file size (ulimit -f)", "1.0 GiB", NOTE, "no engine opens with a larger pool"),
+    "small pages": (NEVER_HUGE, HUGE, "anonymous: madvise, shared: never", NOTE, "huge_pages="),
+    "small pages of 6.0": ({**NEVER_HUGE, KERNEL: "6.0.1"}, HUGE, "anonymous: madvise, shared: never", NOTE, "6.1"),
+    "no network": ({f"{ETH0}/operstate": "down", f"{ETH0}/speed": "-1"}, "interfaces", "eth0", NOTE, ""),
+    "RDMA": (RDMA, "RDMA mlx5_0 port 1", "ACTIVE, InfiniBand, 200 Gb/sec (4X HDR)", OK, ""),
+    "RDMA that is down": ({**RDMA, f"{PORT}/state": "1: DOWN"}, "RDMA devices", "not usable", NOTE, "active"),
+    "RDMA without a file": (ACTIVE, "RDMA devices", "not usable", NOTE, "uverbs"),
+}
 
 
-def test_limits_of_control_groups_of_version_2_are_the_lowest_of_all_groups_around(root: Path) -> None:
-    assert host.memory_limit(root) is None
-    assert host.cpu_limit(root) is None
-    write(root, "sys/fs/cgroup/service/engine/memory.max", "max")
-    write(root, "sys/fs/cgroup/service/memory.max", str(3 * 2**30))
-    write(root, "sys/fs/cgroup/memory.max", str(4 * 2**30))
-    write(root, "sys/fs/cgroup/other/memory.max", "4096")
-    write(root, "sys/fs/cgroup/service/engine/cpu.max", "150000 100000")
-    write(root, "sys/fs/cgroup/service/cpu.max", "max 100000")
-    memory, cpus = (named(host.findings(root), name) for name in ("memory", "CPUs"))
-    assert (memory.value, memory.verdict) == ("16.0 GiB, 8.0 GiB available, cgroup limit 3.0 GiB", NOTE)
-    assert cpus.value.startswith("5 of 16 usable, cgroup limit 1.5, ")
-    assert cpus.verdict == NOTE
+@pytest.mark.parametrize("row", ROWS)
+def test_what_the_report_finds_on_a_host(root: Path, row: str) -> None:
+    files, name, value, verdict, text = ROWS[row]
+    put(root, files)
+    found = named(everything(root), name)
+    assert (found.value, found.verdict) == (value, verdict)
+    assert text in f"{found.meaning} {found.remedy}"
+
+
+def test_a_host_without_rdma_says_where_it_looked(root: Path) -> None:
+    assert devices.no_rdma(root) == "this host has no RDMA device (/sys/class/infiniband)"
+    put(root, RDMA)
+    assert devices.no_rdma(root) is None
 
 
 def test_a_group_outside_the_mounted_ones_is_not_followed(root: Path) -> None:
@@ -122,56 +162,6 @@ def test_a_group_outside_the_mounted_ones_is_not_followed(root: Path) -> None:
     write(root, "sys/sibling/memory.max", "4096")
     (root / "sys/fs/cgroup").mkdir(parents=True)
     assert host.memory_limit(root) is None
-
-
-@pytest.mark.parametrize(("files", "links"), [(1024, "244"), (50, "4"), (4095, "1,011")])
-def test_few_open_files_limit_the_links(root: Path, files: int, links: str) -> None:
-    write(root, "proc/self/limits", LIMITS.format(files=files, locked="unlimited", space="unlimited"))
-    found = named(host.findings(root), "open files (ulimit -n)")
-    assert found.verdict == NOTE
-    assert found.value == f"{files:,} (hard limit 1,048,576): {links} incoming links"
-    assert "ulimit -n 65536" in found.remedy
-
-
-def test_locked_memory_matters_only_with_an_rdma_device(root: Path) -> None:
-    write(root, "proc/self/limits", LIMITS.format(files=65536, locked=8 * 2**20, space=2**40))
-    name = "locked memory (ulimit -l)"
-    assert named(host.findings(root), name).verdict == OK
-    rdma(root)
-    found = named(host.findings(root), name)
-    assert (found.value, found.verdict) == ("8.0 MiB", NOTE)
-    assert named(host.findings(root), "address space (ulimit -v)").value == "1.0 TiB"
-
-
-def test_small_pages_are_noted(root: Path) -> None:
-    write(root, "sys/kernel/mm/transparent_hugepage/shmem_enabled", "always within_size advise [never] deny force")
-    found = named(host.findings(root), "transparent huge pages")
-    assert (found.value, found.verdict) == ("anonymous: madvise, shared: never", NOTE)
-    assert "huge_pages=" in found.remedy
-    write(root, "proc/sys/kernel/osrelease", "6.0.1")
-    assert "6.1" in named(host.findings(root), "transparent huge pages").remedy
-
-
-def test_a_host_whose_networks_are_down_reaches_no_other_host(root: Path) -> None:
-    network(root, "eth0", state="down", speed="-1")
-    found = named(devices.findings(root), "interfaces")
-    assert (found.value, found.verdict) == ("eth0", NOTE)
-
-
-def test_rdma_devices_are_listed_with_their_ports(root: Path) -> None:
-    assert devices.no_rdma(root) == "this host has no RDMA device (/sys/class/infiniband)"
-    rdma(root)
-    assert devices.no_rdma(root) is None
-    found = named(devices.findings(root), "RDMA mlx5_0 port 1")
-    assert (found.value, found.verdict) == ("ACTIVE, InfiniBand, 200 Gb/sec (4X HDR)", OK)
-
-
-@pytest.mark.parametrize(("state", "file", "reason"), [("1: DOWN", True, "active"), ("4: ACTIVE", False, "uverbs")])
-def test_rdma_devices_that_cannot_be_used_are_noted(root: Path, state: str, file: bool, reason: str) -> None:
-    rdma(root, state, file=file)
-    found = named(devices.findings(root), "RDMA devices")
-    assert found.verdict == NOTE
-    assert reason in found.meaning
 
 
 def test_an_empty_root_is_no_failure(tmp_path: Path) -> None:
@@ -202,17 +192,10 @@ def test_a_process_that_cannot_be_linked_to_is_a_problem(root: Path, monkeypatch
         assert "Traceback" not in found.meaning
 
 
-@pytest.mark.parametrize(
-    ("pools", "registered", "verdicts"),
-    [
-        ("mapped", "process", [OK, OK]),
-        ("stream", "process", [NOTE, OK]),
-        ("mapped", "stream", [OK, NOTE]),
-        ("stream", "stream", [NOTE, NOTE]),
-    ],
-)
+@pytest.mark.parametrize("pools", ["mapped", "stream"])
+@pytest.mark.parametrize("registered", ["process", "stream"])
 def test_memory_that_is_read_in_the_slower_way_has_a_note(
-    root: Path, monkeypatch: pytest.MonkeyPatch, pools: str, registered: str, verdicts: list[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch, pools: str, registered: str
 ) -> None:
     stats: Any = engine.Engine.stats
     ways = {"pools": pools, "registered": registered, "refusal": "the reason"}
@@ -224,13 +207,14 @@ def test_memory_that_is_read_in_the_slower_way_has_a_note(
     monkeypatch.setattr(engine.Engine, "stats", changed)
     found = of_engine(root)
     memory = [found[f"{name} of a process"] for name in ("allocated caches", "registered memory")]
+    verdicts = [NOTE if way == "stream" else OK for way in (pools, registered)]
     assert [finding.verdict for finding in memory] == verdicts
     assert [finding.meaning == "the reason" for finding in memory] == [verdict == NOTE for verdict in verdicts]
 
 
 def test_ucx_that_the_engine_does_not_use_is_noted_only_beside_an_rdma_device(root: Path) -> None:
     assert of_engine(root)["UCX"].verdict == OK
-    rdma(root)
+    put(root, RDMA)
     ucx = of_engine(root)["UCX"]
     assert ucx.verdict == (OK if ucx.value.endswith("used between hosts") else NOTE)
 
@@ -336,26 +320,9 @@ def test_what_the_engine_refuses_exits_2(capsys: pytest.CaptureFixture[str], arg
 
 
 def test_help_names_every_option() -> None:
-    command = [sys.executable, "-m", "llm_datadist", "doctor", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
-    options = (
-        "--serve",
-        "--to",
-        "--token-file",
-        "--ucx-library",
-        "--transfer-backend",
-        "--seconds",
-        "--json",
-    )
-    assert all(option in done.stdout for option in options)
-
-
-def test_limit_of_file_sizes_is_a_note(root: Path) -> None:
-    text = LIMITS.format(files=65536, locked="unlimited", space="unlimited")
-    write(root, "proc/self/limits", re.sub(r"(Max file size +)unlimited", r"\g<1>1073741824", text))
-    found = named(host.findings(root), "file size (ulimit -f)")
-    assert (found.value, found.verdict) == ("1.0 GiB", NOTE)
-    assert "no engine opens with a larger pool" in found.meaning
+    done = run_command("doctor", "--help")
+    options = ("serve", "to", "token-file", "ucx-library", "transfer-backend", "seconds", "json")
+    assert all(f"--{option}" in done.stdout for option in options)
 
 
 LIMITED = """
@@ -377,14 +344,13 @@ sys.exit(main(["doctor"]))
 def test_limit_under_which_no_engine_opens_is_a_problem(name: str, value: int | None, text: str) -> None:
     """The report opens an engine, so that it cannot say "0 problems" where no engine opens."""
     if value is None:
-        used = "int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()"
+        used = "int(pathlib.Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()"
         program = LIMITED.format(name, f"({used} + (16 << 20))")
         # The modules take address space themselves, so they are loaded before the limit is set.
-        program = "import resource, llm_datadist.commands.doctor.cli\n" + program
+        program = "import pathlib, resource, llm_datadist.commands.doctor.cli\n" + program
     else:
         program = LIMITED.format(name, value)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    done = in_fresh_process(program)
     report_text = " ".join(done.stdout.split())
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert "PROBLEM an engine with a pool cannot be opened" in report_text

@@ -22,6 +22,7 @@ from llm_datadist.commands import output
 from llm_datadist.commands.doctor import link, report
 from llm_datadist.commands.doctor.link import Row
 from llm_datadist.native import Engine
+from memory import run_command
 from peers import eventually, refusing_port
 
 if TYPE_CHECKING:
@@ -59,9 +60,17 @@ def serving(*arguments: str, address: str = "127.0.0.1:0", before: tuple[str, ..
         process.communicate()
 
 
-def to(address: str, *arguments: str, before: tuple[str, ...] = (), seconds: str = "0.4") -> Any:
-    command = [*before, *DOCTOR, "--to", address, "--seconds", seconds, "--json", "-", *arguments]
+def to(address: str, *arguments: str, before: tuple[str, ...] = ()) -> Any:
+    command = [*before, *DOCTOR, "--to", address, "--seconds", "0.4", "--json", "-", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # noqa: S603
+
+
+def refused(address: str, reason: str, *arguments: str) -> str:
+    """Check that a measurement fails with one line that has this reason. Return the line."""
+    done = to(address, *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert reason in done.stderr
+    return str(done.stderr)
 
 
 def ended_measurement(other: Any, end: Callable[[Any], object]) -> tuple[int, str, str]:
@@ -140,28 +149,22 @@ def test_token_admits_and_a_lack_of_it_does_not(token: str, tmp_path: Path) -> N
         check_measured(rows_of(to(address, "--token-file", token))[link.DEFAULT], "mapped", "shm")
         wrong = secret(tmp_path / "wrong", "another token, also long enough")
         for given in ([], ["--token-file", wrong]):
-            done = to(address, *given)
-            assert (done.returncode, done.stdout) == (1, "")
-            assert done.stderr.startswith(f"doctor: cannot link to {address}: PeerLost: ")
-            assert "token" in done.stderr
+            line = refused(address, "token", *given)
+            assert line.startswith(f"doctor: cannot link to {address}: PeerLost: ")
 
 
 def test_token_file_that_others_can_read_exits_2(token: str) -> None:
     os.chmod(token, 0o644)  # noqa: PTH101
-    done = to("127.0.0.1:1", "--token-file", token)
-    assert done.returncode == 2
-    assert "token_file" in done.stderr
-    assert "mode 0644" in done.stderr
-    command = [*DOCTOR, "--serve", "127.0.0.1:0", "--token-file", token]
-    served = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # noqa: S603
-    assert served.returncode == 2
-    assert "mode 0644" in served.stderr
+    for way, address in (("--to", "127.0.0.1:1"), ("--serve", "127.0.0.1:0")):
+        done = run_command("doctor", way, address, "--token-file", token)
+        assert done.returncode == 2
+        assert "token_file" in done.stderr
+        assert "mode 0644" in done.stderr
 
 
 def test_an_address_in_use_is_a_failure_of_the_engine() -> None:
     with serving() as other:
-        command = [*DOCTOR, "--serve", f"127.0.0.1:{other.port}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # noqa: S603
+        done = run_command("doctor", "--serve", f"127.0.0.1:{other.port}")
     assert done.returncode == 1
     assert "doctor: the engine failed: Error: cannot listen at" in done.stderr
 
@@ -174,27 +177,20 @@ def test_a_wrong_address_has_no_advice_about_the_other_side() -> None:
 
 def test_nobody_listens() -> None:
     address = f"127.0.0.1:{refusing_port()}"
-    done = to(address)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"doctor: cannot link to {address}: Timeout: ")
-    assert "Connection refused" in done.stderr
+    line = refused(address, "Connection refused")
+    assert line.startswith(f"doctor: cannot link to {address}: Timeout: ")
 
 
 @pytest.mark.parametrize("metadata", [b"", b"of this test", link.METADATA + b"0"])
 def test_another_program_with_an_engine_is_not_measured(metadata: bytes) -> None:
     with Engine(listen="127.0.0.1:0", metadata=metadata) as engine:
-        done = to(str(engine.address))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "start `llm-datadist doctor --serve` there" in done.stderr
+        refused(str(engine.address), "start `llm-datadist doctor --serve` there")
 
 
 @pytest.mark.parametrize("accessible", [True, False])
 def test_a_program_of_the_original_api_is_not_measured(start: Callable[..., LLMDataDist], accessible: bool) -> None:
     given = {"llm__listenIpInfo": "127.0.0.1:0", "llm__EnableRemoteCacheAccessible": str(int(accessible))}
-    dist = start(options(**given))
-    done = to(str(dist.listen_ip_info))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "start `llm-datadist doctor --serve` there" in done.stderr
+    refused(str(start(options(**given)).listen_ip_info), "start `llm-datadist doctor --serve` there")
 
 
 def test_the_end_of_the_other_side_ends_the_measurement() -> None:
@@ -249,16 +245,15 @@ def test_another_host_is_measured_over_sockets(token: str, held: ExitStack) -> N
 
 def cable(inside: tuple[str, ...], other: int) -> None:
     """Connect the network namespace of a process with the one in which commands run after `inside`."""
-    commands = [
-        (*inside, f"ip link add cable type veth peer name other netns {other}"),
-        *((*inside, line) for line in ("ip addr add 10.231.8.1/30 dev cable", "ip link set cable up")),
-        *(
-            ("nsenter", "-t", str(other), "-n", line)
-            for line in ("ip addr add 10.231.8.2/30 dev other", "ip link set other up")
-        ),
-    ]
-    for command in commands:
-        subprocess.run([*command[:-1], *command[-1].split()], check=True)  # noqa: S603
+    there = ("nsenter", "-t", str(other), "-n")
+    for where, command in (
+        (inside, f"ip link add cable type veth peer name other netns {other}"),
+        (inside, "ip addr add 10.231.8.1/30 dev cable"),
+        (inside, "ip link set cable up"),
+        (there, "ip addr add 10.231.8.2/30 dev other"),
+        (there, "ip link set other up"),
+    ):
+        subprocess.run([*where, *command.split()], check=True)  # noqa: S603
 
 
 class Clock:
@@ -302,18 +297,10 @@ def test_percentiles_are_samples() -> None:
 
 
 def test_the_table_shows_rows_reasons_and_sizes() -> None:
+    two_paths = {"process": ["a", "b"], "sockets": ["c"]}
     rows = [
         Row("default", "shm", {"mapped": ["mapped_pool"]}, (1.25, 1234.5), 12.3456, 0.001, (2**24, 2**16)),
-        Row(
-            "registered",
-            "shm",
-            {"process": ["a", "b"], "sockets": ["c"]},
-            (1.0, 2.0),
-            1.0,
-            1.0,
-            None,
-            not_faster="slow",
-        ),
+        Row("registered", "shm", two_paths, (1.0, 2.0), 1.0, 1.0, None, not_faster="slow"),
         Row("UCX", unusable="a reason " * 20),
     ]
     text = report.measurements("10.0.0.2:26500", rows, 100)

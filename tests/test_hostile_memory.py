@@ -8,13 +8,14 @@ incomplete or trickle (`test_hostile_requests.py`).
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hostile import budgets
 from hostile import messages as m
-from hostile.client import Wire, ask, frame, header
+from hostile.client import Wire, ask, check_refused, frame, header, opened
+from hostile.messages import BUSY, OUT_OF_MEMORY
 from hostile.trial import GONE, MIB, VICTIM, Trial
 from peers import OK, by_blocks, eventually, together
 
@@ -25,13 +26,17 @@ MAX_ENTRIES = 1 << 20  # addresses of a `Locate`, and ranges of a grant
 # What an attack may take of the budget beside the part of each link, and what the process may take beside the budget.
 ONE_LINK = budgets.value("common_memory") * 3 // 4
 BESIDE = 64 * MIB
-# Numbers of kinds in answers that report a failure.
-OUT_OF_MEMORY_KIND, BUSY_KIND = 2, 17
 
 
 def part() -> int:
     """The part of the memory for calls that each link can always use."""
     return min(MIB, budgets.value("reserved_memory") // budgets.incoming(None))
+
+
+def deaf(trial: Trial, links: int, streams: int) -> list[Wire]:
+    """Call streams of several links, with small receive buffers."""
+    made = [trial.fair_call(100 + number, window=4096) for number in range(links)]
+    return [wire for link, call in made for wire in (call, *(link.call() for _ in range(streams - 1)))]
 
 
 def ends(trial: Trial, wires: Sequence[Wire] = ()) -> None:
@@ -41,6 +46,18 @@ def ends(trial: Trial, wires: Sequence[Wire] = ()) -> None:
     trial.held.close()
     trial.victim.polled(0)  # the victim keeps the result of its last call
     trial.releases(BESIDE)
+
+
+def pulls(count: int) -> list[tuple[str, list[Any], dict[str, Any]]]:
+    """Calls of the victim to a hostile owner, for `at_once`."""
+    return [("pull_blocks", [by_blocks(77, model), "n", [0], [0]], {}) for model in range(count)]
+
+
+def send_slowly(wire: Wire, data: memoryview) -> None:
+    """Send data in parts of 1 MiB, until the engine closes the stream."""
+    with suppress(OSError):
+        for at in range(0, len(data), MIB):
+            wire.send(data[at : at + MIB])
 
 
 @pytest.mark.parametrize(("length", "most"), [(64, BESIDE), (24, ONE_LINK + BESIDE)])
@@ -54,14 +71,11 @@ def test_replies_that_never_end_take_bounded_memory(length: int, most: int) -> N
 
         def serve(wire: Wire) -> None:
             wire.hear()
-            with suppress(OSError):
-                for at in range(0, len(reply), MIB):
-                    wire.send(reply[at : at + MIB])
+            send_slowly(wire, reply)
 
         trial.listen(serve)
         trial.begin()
-        calls = [("pull_blocks", [by_blocks(77, model), "n", [0], [0]], {}) for model in range(16)]
-        told = trial.victim.at_once(calls)
+        told = trial.victim.at_once(pulls(16))
         assert OK not in told, told
         trial.judge(links=1, streams=16, busy=1, memory=most)
         assert not trial.tender.ended, "the link itself goes on"
@@ -81,8 +95,7 @@ def test_memory_of_large_replies_returns() -> None:
 
         trial.listen(serve)
         trial.begin()
-        calls = [("pull_blocks", [by_blocks(77, model), "n", [0], [0]], {}) for model in range(24)]
-        assert OK not in trial.victim.at_once(calls, repeat=4)
+        assert OK not in trial.victim.at_once(pulls(24), repeat=4)
         trial.judge(links=1, streams=24, busy=1, memory=ONE_LINK + BESIDE)
         trial.releases(BESIDE)
 
@@ -93,7 +106,7 @@ def test_addresses_take_bounded_memory() -> None:
         trial.victim.register("open", 4, 4096, 1, blocks=True, accessible=True)
         right = m.uint(trial.victim.addresses("open")[0])
         request = frame(m.locate(right * MAX_ENTRIES, MAX_ENTRIES))
-        link, call = trial.fair_call()
+        _, call = trial.fair_call()
         trial.begin()
         call.send(request)
         assert m.read_reply(call.hear())["is"] == "Located"
@@ -103,16 +116,8 @@ def test_addresses_take_bounded_memory() -> None:
         grown = watch.most["resident"] - watch.before["resident"]
         assert grown < 64 * MIB, f"one request took {grown:,} bytes"
         trial.begin()
-        wires = []
-        for number in range(6):
-            link, call = trial.fair_call(100 + number, window=4096)
-            wires += [call, link.call()]
-
-        def send(number: int) -> None:
-            with suppress(*GONE):
-                wires[number].send(request)
-
-        together(len(wires), send)
+        wires = deaf(trial, 6, 2)
+        together(len(wires), lambda at: send_slowly(wires[at], memoryview(request)))
         trial.judge(links=7, streams=13, busy=7, memory=budgets.value("common_memory") + 7 * part() + BESIDE)
         ends(trial, wires)
 
@@ -124,30 +129,24 @@ def test_answers_that_nobody_reads_take_bounded_memory() -> None:
     """
     with Trial() as trial:
         trial.victim.allocate("wide", 2 * MAX_ENTRIES, 8, 1, blocks=True, keys=[by_blocks(VICTIM, 7)])
-        token = trial.victim.grant("wide", list(range(0, 2 * MAX_ENTRIES, 2)))
-        number = int.from_bytes
-        one = m.name_grant(number(token[20:24], "little"), number(token[24:32], "little"), token[32:])
+        one = m.name_of(trial.victim.grant("wide", list(range(0, 2 * MAX_ENTRIES, 2))))
         _, call = trial.fair_call()
         assert len(ask(call, m.describe(one))["granted"]) == MAX_ENTRIES
-        wires = []
-        for cluster in range(100, 106):
-            link, call = trial.fair_call(cluster, window=4096)
-            wires += [call, *(link.call() for _ in range(7))]
+        wires = deaf(trial, 6, 8)
         trial.begin()
         for wire in wires:
             wire.say(m.describe(one))
-        refused = [None] * len(wires)
 
-        def hear(at: int) -> None:
+        def hear(at: int) -> Any:
             # A refusal has few bytes, so it arrives whole. Of an answer, only the start arrives.
             with suppress(*GONE):
-                start = wires[at].exactly(8)
-                if int.from_bytes(start[4:], "little") < 4096:
-                    refused[at] = m.read_reply(wires[at].exactly(int.from_bytes(start[4:], "little")))
+                length = int.from_bytes(wires[at].exactly(8)[4:], "little")
+                return m.read_reply(opened(wires[at].exactly(length))) if length < 4096 else None
 
-        together(len(wires), hear)
-        told = [one for one in refused if one is not None]
-        assert all((one["is"], one["kind"]) == ("Failed", OUT_OF_MEMORY_KIND) for one in told), told
+        refusals = list(filter(None, together(len(wires), hear)))
+        assert refusals, "all answers fit the budget"
+        for refusal in refusals:
+            check_refused(refusal, OUT_OF_MEMORY)
         trial.judge(links=7, streams=56, busy=7, memory=budgets.value("common_memory") + 7 * part() + BESIDE)
         ends(trial, wires)
 
@@ -160,7 +159,7 @@ def fill(trial: Trial, links: int) -> None:
     def send(at: int) -> None:
         while (told := ask(calls[at], m.notify([message] * 4)))["is"] == "Done":
             pass
-        assert (told["is"], told["kind"]) == ("Failed", BUSY_KIND), told
+        check_refused(told, BUSY)
 
     together(links, send)
 
@@ -198,13 +197,7 @@ def test_notifications_and_long_frames_share_one_budget() -> None:
         fill(trial, 16)
         request = memoryview(frame(m.notify([bytes(64 << 10)] * 1008)))
         wires = [trial.fair_call(200 + number)[1] for number in range(8)]
-
-        def send(at: int) -> None:
-            with suppress(OSError):
-                for start in range(0, len(request), MIB):
-                    wires[at].send(request[start : start + MIB])
-
-        together(len(wires), send)
+        together(len(wires), lambda at: send_slowly(wires[at], request))
         most = budgets.value("common_memory") + 26 * part() + BESIDE
         trial.judge(links=24, streams=24, busy=24, memory=most)
         assert trial.victim.polled(0)

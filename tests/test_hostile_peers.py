@@ -121,7 +121,7 @@ def test_idle_strangers_keep_no_peer_out_of_small_process(open_files: int) -> No
     with Trial(open_files=open_files, honest=["tcp"]) as trial:
         honest = trial.ends.peer(options(**{**trial.common, "llm__LinkTransport": "tcp"}), 40)
         for _ in range(200):
-            trial.held.callback(dial_tcp(trial.victim.address).close)
+            trial.dial()
         assert honest.link_clusters([trial.victim.at], 5000)[1] == [OK]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 from contextlib import suppress
+
 import pytest
 
 from hostile import messages as m

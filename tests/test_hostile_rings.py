@@ -8,39 +8,15 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Callable
-
-import pytest
+from typing import Callable
 
 from hostile import messages as m
-from hostile.client import (
-    GENERATIONS,
-    LIMIT,
-    PAYLOAD_RING,
-    RING,
-    RING_FILE,
-    EndedError,
-    Link,
-    Offer,
-    RingWire,
-    ask,
-    frame,
-    memory,
-)
-from hostile.trial import GONE, PREY, PREY_BYTES, SILENCE, SLACK, Trial
+from hostile.client import PAYLOAD_RING, RING, RING_FILE, EndedError, Link, RingWire, ask, frame, memory
+from hostile.trial import GONE, PREY, PREY_BYTES, SILENCE, SLACK, Trial, attack, prey_of
 from peers import eventually, lingering_socket
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MAX_RINGS = 4  # call streams of a link, in one direction
 PING = m.ping()
-
-
-def local_link(trial: Trial, offer: Offer) -> Link:
-    link = trial.link(local=True, offer=offer)
-    trial.tender.add(link)
-    return link
 
 
 def room(trial: Trial) -> None:
@@ -49,30 +25,18 @@ def room(trial: Trial) -> None:
     eventually(lambda: ringed() < MAX_RINGS, what="room for one more stream")
 
 
-@pytest.fixture
-def offer() -> Iterator[Offer]:
-    made = Offer()
-    yield made
-    made.close()
-
-
 def refused_offers() -> dict[str, Callable[[], list[int]]]:
+    """The core has more of them (`shared_rings/tests.rs`)."""
     return {
         "no descriptor": list,
         "a file descriptor of an event": lambda: [os.eventfd(0)],
-        "a file that is no memory": lambda: [os.open("/dev/zero", os.O_RDONLY)],
         "memory that may shrink": lambda: [memory(RING_FILE, 0)],
-        "memory that may lose pages": lambda: [memory(RING_FILE, 0x2 | 0x4)],
         "too short": lambda: [memory(RING_FILE - 1)],
-        "empty": lambda: [memory(0)],
-        "huge pages": lambda: [memory(2 << 20, flags=os.MFD_HUGETLB)],
     }
 
 
-def test_offers_that_cannot_be_used_leave_the_socket(offer: Offer) -> None:
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        trial.begin()
+def test_offers_that_cannot_be_used_leave_the_socket() -> None:
+    with attack(local=True) as (_, link):
         for name, make in refused_offers().items():
             given = make()
             wire, refused, received = link.offer_rings(given)
@@ -90,122 +54,130 @@ def test_offers_that_cannot_be_used_leave_the_socket(offer: Offer) -> None:
         assert ask(wire, PING)["is"] == "Done"
         for ring in rings:
             assert ring.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=len(refused_offers()) + MAX_RINGS + 1, busy=1, mapped=GENERATIONS)
 
 
-def impossible(wire: RingWire) -> list[Callable[[], None]]:
-    return [
-        lambda: wire.forge(wire.WRITTEN, RING + 1),
-        lambda: wire.forge(wire.WRITTEN, 2**64 - 1),
-        lambda: wire.forge(wire.WRITTEN, 2**63),
-        lambda: wire.send(frame(b"\xff" * 40)),
-        lambda: wire.send(b"no frame at all"),
-        lambda: wire.send(frame(PING)[:5] + b"\xff\xff\xff" + bytes(RING - 8)),
-    ]
+def write(wire: RingWire, cache: int, count: int) -> None:
+    """Ask for a write of the first bytes, for which the engine gets ready."""
+    assert wire.ask(m.write(m.name_blocks(1), cache, first(count), 0, count))["is"] == "Ready"
 
 
-def test_invalid_words_and_messages_end_only_their_stream(offer: Offer) -> None:
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        trial.begin()
+def read(wire: RingWire, cache: int, count: int) -> None:
+    """Ask for a read of the first bytes, which the engine begins to send."""
+    assert wire.ask(m.read(m.name_blocks(1), cache, first(count), 0, count))["is"] == "Ready"
+
+
+def first(count: int) -> bytes:
+    """A plan of the first bytes of a tensor, from and to the same place."""
+    return m.plan_spans([m.span(0, 0, count)])
+
+
+def payload_that_does_not_fit(wire: RingWire, cache: int) -> None:
+    write(wire, cache, PREY_BYTES)
+    wire.payload.forge(wire.WRITTEN, PAYLOAD_RING + 1)
+
+
+def payload_taken_before_it_comes(wire: RingWire, cache: int) -> None:
+    read(wire, cache, PREY)
+    # The engine waits for room, and reads this word next.
+    wire.payload.wait(lambda: wire.payload.word(wire.WRITTEN) == PAYLOAD_RING)
+    wire.payload.forge(wire.READ, PAYLOAD_RING + 1)
+
+
+def no_zeros_before_a_payload(wire: RingWire, cache: int) -> None:
+    write(wire, cache, 5)
+    wire.payload.give(bytes(5))
+    assert m.read_reply(wire.hear())["is"] == "Done"
+    write(wire, cache, PREY_BYTES)
+    wire.payload.send(b"\1" * (4096 + PREY_BYTES))
+
+
+# The core tests every number that a word must not have (`shared_rings/tests.rs`).
+BREACHES: dict[str, Callable[[RingWire, int], object]] = {
+    "bytes that do not fit": lambda wire, _: wire.forge(wire.WRITTEN, RING + 1),
+    "fewer bytes than before": lambda wire, _: wire.forge(wire.WRITTEN, 1),
+    "no message": lambda wire, _: wire.say(b"\xff" * 40),
+    "no frame": lambda wire, _: wire.send(b"no frame at all"),
+    "a frame that is too long": lambda wire, _: wire.send(frame(PING)[:5] + b"\xff\xff\xff" + bytes(RING - 8)),
+    "payload that does not fit": payload_that_does_not_fit,
+    "payload taken before it comes": payload_taken_before_it_comes,
+    "no zeros before a payload": no_zeros_before_a_payload,
+}
+
+
+def test_breaches_of_the_rules_end_only_their_stream() -> None:
+    with attack(local=True) as (_, link):
         good = link.ringed_call()
-        for number in range(6):
+        cache = prey_of(good)
+        for what, breach in BREACHES.items():
             bad = link.ringed_call()
             assert bad.ask(PING)["is"] == "Done"
             with suppress(*GONE):
-                impossible(bad)[number]()
+                breach(bad, cache)
                 bad.wake()
-            assert bad.wire.ended(SLACK), f"case {number} goes on"
-            assert good.ask(PING)["is"] == "Done"
-        # This word claims that nothing was read, so the engine runs out of room for its replies.
-        stuck = link.ringed_call()
+            assert bad.wire.ended(SLACK), f"{what}: the stream goes on"
+            assert good.ask(PING)["is"] == "Done", what
+        # One word claims that nothing was read, and the other payload is not read: the engine runs out of room.
+        stuck, unread = link.ringed_call(), link.ringed_call()
+        read(unread, cache, PREY)
         stuck.forge(stuck.READ, 0)
         with suppress(*GONE):
             for _ in range(RING // 8):
-                stuck.send(frame(PING))
-        assert stuck.wire.ended(SILENCE + SLACK), "the engine waits for room without end"
+                stuck.say(PING)
+        for ring in (stuck, unread):
+            assert ring.wire.ended(SILENCE + SLACK), "the engine waits for room without end"
         assert good.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=8, busy=1, mapped=GENERATIONS)
-        assert not trial.tender.ended, "the link itself goes on"
 
 
-def spans(start: int, count: int) -> bytes:
-    """A plan of these bytes of the first tensor, from and to the same place."""
-    return m.plan_spans([m.span(start, start, count)], 1)
-
-
-def write(wire: RingWire, cache: int, plan: bytes, count: int) -> None:
-    """Ask for a write of `count` bytes, for which the engine gets ready."""
-    wire.send(frame(m.write(m.name_blocks(1), cache, plan, 0, count)))
-    assert m.read_reply(wire.body())["is"] == "Ready"
-
-
-def read(wire: RingWire, cache: int, plan: bytes, count: int) -> None:
-    """Ask for a read of `count` bytes, which the engine begins to send."""
-    wire.send(frame(m.read(m.name_blocks(1), cache, plan, 0, count)))
-    assert m.read_reply(wire.body())["is"] == "Ready"
-
-
-def test_cache_bytes_travel_through_their_own_rings(offer: Offer) -> None:
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        trial.begin()
+def test_cache_bytes_travel_through_their_own_rings() -> None:
+    with attack(local=True) as (_, link):
         wire = link.ringed_call()
-        cache = int(wire.ask(m.describe(m.name_blocks(1)))["cache"])
+        cache = prey_of(wire)
         chance = random.Random(3)  # noqa: S311
         # The ring is passed several times, and the positions in it are aligned by zeros only before long transfers.
         for count in (1, 5000, PREY_BYTES, 4097, 300_000, PREY_BYTES, 1_000_000, 1, 900_001):
             data = chance.randbytes(count)
-            write(wire, cache, spans(0, count), count)
+            write(wire, cache, count)
             wire.payload.give(data)
-            assert m.read_reply(wire.body()) == {"is": "Done", "bytes": count}
-            read(wire, cache, spans(0, count), count)
+            assert m.read_reply(wire.hear()) == {"is": "Done", "bytes": count}
+            read(wire, cache, count)
             assert wire.payload.take(count) == data, count
         assert wire.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=1, busy=1, mapped=GENERATIONS)
 
 
-def test_requests_of_a_caller_that_has_closed_its_stream_are_refused(offer: Offer) -> None:
+def test_requests_of_a_caller_that_has_closed_its_stream_are_refused() -> None:
     """A caller closes its stream when it gives up, and may repeat the call over another one.
 
     The first request, which may still be in the ring, must not write after the second one.
     """
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        trial.begin()
+    with attack(local=True) as (_, link):
         other = link.ringed_call()
-        cache = int(other.ask(m.describe(m.name_blocks(1)))["cache"])
-        read(other, cache, spans(0, PREY_BYTES), PREY_BYTES)
+        cache = prey_of(other)
+        read(other, cache, PREY_BYTES)
         before = other.payload.take(PREY_BYTES)
         for count in (5, PREY_BYTES):
             wire = link.ringed_call()
             wire.forge(wire.CLOSED, 1)
-            request = m.write(m.name_blocks(1), cache, spans(0, count), 0, count, ahead=count == 5)
+            request = m.write(m.name_blocks(1), cache, first(count), 0, count, ahead=count == 5)
             if count == 5:
-                wire.payload.write_bytes(b"after")
-                wire.payload.forge(wire.WRITTEN, 5)
+                wire.payload.put(b"after")
             # Sent together: the engine usually reads the second request within 0.2 ms of its first reply, and then does
             # not ask the kernel.
             wire.send(frame(PING) + frame(request))
-            assert m.read_reply(wire.body())["is"] == "Done"
-            answer = m.read_reply(wire.body())
-            assert answer["is"] == "Failed", answer
-            assert answer["message"] == "the caller has given up", answer
-            read(other, cache, spans(0, PREY_BYTES), PREY_BYTES)
+            assert m.read_reply(wire.hear())["is"] == "Done"
+            answer = m.read_reply(wire.hear())
+            assert (answer["is"], answer["message"]) == ("Failed", "the caller has given up"), answer
+            read(other, cache, PREY_BYTES)
             assert other.payload.take(PREY_BYTES) == before
             wire.wire.close()
         assert other.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=3, busy=1, mapped=GENERATIONS)
 
 
-def test_repeated_write_is_the_last_one(offer: Offer) -> None:
+def test_repeated_write_is_the_last_one() -> None:
     """A caller gives up a write at any moment, and repeats it over another stream: the repeated one decides."""
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        trial.begin()
+    with attack(local=True) as (trial, link):
         other = link.ringed_call()
-        cache = int(other.ask(m.describe(m.name_blocks(1)))["cache"])
-        request = frame(m.write(m.name_blocks(1), cache, spans(0, 5), 0, 5, ahead=True))
+        cache = prey_of(other)
+        request = m.write(m.name_blocks(1), cache, first(5), 0, 5, ahead=True)
         refused = 0
         for number in range(60):
             room(trial)
@@ -213,90 +185,24 @@ def test_repeated_write_is_the_last_one(offer: Offer) -> None:
             if number % 2:
                 # Now the engine polls the ring for a moment.
                 assert wire.ask(PING)["is"] == "Done"
-            wire.payload.write_bytes(b"first")
-            wire.payload.forge(wire.WRITTEN, 5)
-            wire.send(request)
+            wire.payload.put(b"first")
+            wire.say(request)
             wire.forge(wire.CLOSED, 1)
             data = b"%05d" % number
-            other.payload.write_bytes(data)
-            other.payload.forge(other.WRITTEN, other.payload.written)
-            other.send(request)
-            assert m.read_reply(other.body()) == {"is": "Done", "bytes": 5}
-            refused += m.read_reply(wire.body())["is"] == "Failed"
-            read(other, cache, spans(0, 5), 5)
+            other.payload.put(data)
+            assert other.ask(request) == {"is": "Done", "bytes": 5}
+            refused += m.read_reply(wire.hear())["is"] == "Failed"
+            read(other, cache, 5)
             assert other.payload.take(5) == data, f"round {number}, {refused} refused before"
             wire.wire.close()
         assert other.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=61, busy=2, mapped=GENERATIONS)
 
 
-def wrong_payload(wire: RingWire, cache: int) -> list[Callable[[], None]]:
-    """Ways to break the protocol of the rings for payload."""
-    rings = wire.payload
-
-    def while_written(forge: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            write(wire, cache, spans(0, PREY_BYTES), PREY_BYTES)
-            forge()
-
-        return run
-
-    def while_read(number: int) -> Callable[[], None]:
-        def run() -> None:
-            read(wire, cache, spans(0, PREY), PREY)
-            # The engine waits for room, and reads this word next.
-            rings.wait(lambda: rings.word(rings.WRITTEN) == PAYLOAD_RING)
-            rings.forge(rings.READ, number)
-
-        return run
-
-    def no_zeros() -> None:
-        write(wire, cache, spans(0, 5), 5)
-        rings.give(bytes(5))
-        assert m.read_reply(wire.body())["is"] == "Done"
-        write(wire, cache, spans(0, PREY_BYTES), PREY_BYTES)
-        rings.send(b"\1" * (4096 + PREY_BYTES))
-
-    return [
-        while_written(lambda: rings.forge(rings.WRITTEN, PAYLOAD_RING + 1)),
-        while_written(lambda: rings.forge(rings.WRITTEN, 2**64 - 1)),
-        while_written(lambda: rings.forge(rings.WRITTEN, 2**63)),
-        while_read(PAYLOAD_RING + 1),
-        while_read(2**63),
-        no_zeros,
-    ]
-
-
-def test_invalid_payload_ends_only_its_stream(offer: Offer) -> None:
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        trial.begin()
-        good = link.ringed_call()
-        cache = int(good.ask(m.describe(m.name_blocks(1)))["cache"])
-        for number in range(6):
-            bad = link.ringed_call()
-            with suppress(*GONE):
-                wrong_payload(bad, cache)[number]()
-                bad.wake()
-            assert bad.wire.ended(SLACK), f"case {number} goes on"
-            assert good.ask(PING)["is"] == "Done"
-        # This side reads nothing, so the engine runs out of room.
-        stuck = link.ringed_call()
-        read(stuck, cache, spans(0, PREY), PREY)
-        assert stuck.wire.ended(SILENCE + SLACK), "the engine waits for room without end"
-        assert good.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=8, busy=1, mapped=GENERATIONS)
-        assert not trial.tender.ended, "the link itself goes on"
-
-
-def test_request_changed_during_read_stays_within_the_cache(offer: Offer) -> None:
+def test_request_changed_during_read_stays_within_the_cache() -> None:
     """The engine checks the copy that it has made, so rows outside the cache are never read."""
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        trial.begin()
+    with attack(local=True) as (trial, link):
         calm = link.ringed_call()
-        name = m.name_blocks(1)
-        cache = int(calm.ask(m.describe(name))["cache"])
+        cache = prey_of(calm)
         stop, chance = threading.Event(), random.Random(2)  # noqa: S311
 
         def spoil(wire: RingWire) -> None:
@@ -311,29 +217,13 @@ def test_request_changed_during_read_stays_within_the_cache(offer: Offer) -> Non
             thread.start()
             with suppress(*GONE, AssertionError):
                 for row in range(20):
-                    plan = m.plan_spans([m.span(row * PREY_BYTES, 0, PREY_BYTES)], 1)
-                    wire.send(frame(m.read(name, cache, plan, 0, PREY_BYTES)))
+                    plan = m.plan_spans([m.span(row * PREY_BYTES, 0, PREY_BYTES)])
+                    wire.say(m.read(m.name_blocks(1), cache, plan, 0, PREY_BYTES))
             stop.set()
             thread.join()
             stop.clear()
             wire.wire.close()
         assert calm.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=41, busy=1, mapped=GENERATIONS)
-
-
-def test_needless_wake_ups_cost_their_stream_only(offer: Offer) -> None:
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        wire, good = link.ringed_call(), link.ringed_call()
-        trial.begin()
-        wire.wire.socket.settimeout(1)
-        with suppress(TimeoutError):
-            for _ in range(2000):
-                wire.wire.send(bytes(64))
-        wire.wire.socket.settimeout(LIMIT)
-        assert wire.ask(PING)["is"] == "Done"
-        assert good.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=2, busy=1, mapped=GENERATIONS)
 
 
 def lingering() -> int:
@@ -346,20 +236,12 @@ def lingering() -> int:
 LINGERING: list[socket.socket] = []  # the other ends
 
 
-def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
+def test_descriptors_that_close_slowly_hold_nobody_up() -> None:
     """Whatever comes of an offer, the thread that accepts connections closes none of its descriptors itself."""
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        trial.begin()
+    with attack(local=True) as (_, link):
         rings = [link.ringed_call() for _ in range(MAX_RINGS)]
-        unreadable = frame(b"unreadable")
-        offered = frame(m.RING_OFFER)
-        for before, said in (
-            (b"", offered),
-            (b"", unreadable),
-            (unreadable[:-4], unreadable[-4:]),
-            (offered, b"behind"),
-        ):
+        offered, bad = frame(m.RING_OFFER), frame(b"unreadable")
+        for before, said in ((b"", offered), (b"", bad), (bad[:-4], bad[-4:]), (offered, b"behind")):
             wire = link.call(rings=True)
             wire.socket.sendall(before)
             send_lingering(wire.socket, said)
@@ -368,8 +250,6 @@ def test_descriptors_that_close_slowly_hold_nobody_up(offer: Offer) -> None:
         time.sleep(SILENCE + 3)
         for ring in rings:
             assert ring.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=MAX_RINGS + 4, busy=1, mapped=GENERATIONS)
-        assert not trial.tender.ended, "the link itself goes on"
     while LINGERING:
         LINGERING.pop().close()
 
@@ -399,11 +279,9 @@ def offer_lingering(link: Link) -> str:
     return ""
 
 
-def test_descriptors_that_never_close_are_bounded(offer: Offer) -> None:
+def test_descriptors_that_never_close_are_bounded() -> None:
     """When too many are not closed, the engine opens no stream that may bring more. Open streams go on."""
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        trial.begin()
+    with attack(local=True) as (_, link):
         ring = link.ringed_call()
         offered = 0
         while not (refusal := offer_lingering(link)) and offered < 20:
@@ -421,37 +299,3 @@ def test_descriptors_that_never_close_are_bounded(offer: Offer) -> None:
             return False
 
         eventually(opened, what="a stream with rings once the descriptors are closed")
-        trial.judge(links=1, streams=offered + 3, busy=1, mapped=GENERATIONS)
-
-
-def test_zeros_before_a_payload_end_with_the_pace_of_the_peer(offer: Offer) -> None:
-    """A write whose bytes never come, though zeros keep its socket readable, ends as any other that stalls."""
-    with Trial() as trial:
-        link = local_link(trial, offer)
-        wire, good = link.ringed_call(), link.ringed_call()
-        name = m.name_blocks(1)
-        cache = int(good.ask(m.describe(name))["cache"])
-        trial.begin()
-        plan = m.plan_spans([m.span(0, 0, PREY_BYTES)], 1)
-        wire.send(frame(m.write(name, cache, plan, 0, PREY_BYTES)))
-        assert m.read_reply(wire.body())["is"] == "Ready"
-        # The engine never finds the socket empty, so only a bound on what it takes at once ends its loop.
-        wire.wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        wire.wire.socket.settimeout(None)
-
-        def flood() -> None:
-            with suppress(*GONE):
-                while True:
-                    wire.wire.send(bytes(1 << 16))
-
-        floods = [threading.Thread(target=flood, daemon=True) for _ in range(2)]
-        for thread in floods:
-            thread.start()
-        until = time.monotonic() + SILENCE + SLACK
-        for thread in floods:
-            thread.join(max(0.0, until - time.monotonic()))
-        goes_on = any(thread.is_alive() for thread in floods)
-        wire.wire.socket.shutdown(socket.SHUT_RDWR)
-        assert not goes_on, "the stream goes on"
-        assert good.ask(PING)["is"] == "Done"
-        trial.judge(links=1, streams=2, busy=2, mapped=GENERATIONS)

@@ -176,18 +176,18 @@ class Rings:
         # In one store: `struct.pack_into` stores zeros first, which the engine might see.
         self.words[at // 8] = value
 
-    def write_bytes(self, data: bytes) -> None:
-        """Write bytes into the ring without checking the room or updating `WRITTEN`."""
+    def put(self, data: bytes) -> None:
+        """Write bytes into the ring without checking the room or waking the engine."""
         while data:
             at = self.written % self.size
             part = data[: self.size - at]
             self.own[self.start + at : self.start + at + len(part)] = part
             self.written += len(part)
             data = data[len(part) :]
+        self.forge(self.WRITTEN, self.written)
 
     def send(self, data: bytes) -> None:
-        self.write_bytes(data)
-        self.forge(self.WRITTEN, self.written)
+        self.put(data)
         self.wake()
 
     def wake(self) -> None:

@@ -30,18 +30,18 @@ def tell(text: str) -> None:
 
 
 def wait_until_full(wire: RingWire) -> None:
-    """Wait until the engine has filled its ring, and report it. Nothing is read meanwhile."""
+    """Wait until the engine has filled its ring. Nothing is read meanwhile."""
     wire.wait(lambda: wire.word(wire.WRITTEN) - wire.read == RING)
-    tell("ready")
+
+
+def send_half(wire: RingWire, message: bytes) -> None:
+    """Send half of a message, and wait until the engine has read it."""
+    wire.send(frame(message)[: len(frame(message)) // 2])
+    wire.wait(lambda: wire.word(wire.READ) == wire.written)
 
 
 def half_request(wire: RingWire) -> None:
-    """Write half of a request."""
-    request = frame(m.describe(m.name_blocks(1)))
-    wire.send(request[: len(request) // 2])
-    # Wait until the engine has read it.
-    wire.wait(lambda: wire.word(wire.READ) == wire.written)
-    tell("ready")
+    send_half(wire, m.describe(m.name_blocks(1)))
 
 
 def unread_replies(wire: RingWire) -> None:
@@ -50,7 +50,7 @@ def unread_replies(wire: RingWire) -> None:
     def send() -> None:
         while True:
             wire.wait(lambda: wire.written - wire.word(wire.READ) <= RING // 2)
-            wire.send(frame(m.ping()))
+            wire.say(m.ping())
 
     threading.Thread(target=send, daemon=True).start()
     wait_until_full(wire)
@@ -58,40 +58,32 @@ def unread_replies(wire: RingWire) -> None:
 
 def unread_payload(wire: RingWire) -> None:
     """Read more rows than the ring for payload holds, and take none of their bytes."""
-    name = m.name_blocks(1)
-    wire.send(frame(m.describe(name)))
-    cache = int(m.read_reply(wire.body())["cache"])
+    cache = int(wire.ask(m.describe(m.name_blocks(1)))["cache"])
     plan = m.plan_spans([m.span(0, 0, 2 * PAYLOAD_RING)], 1)
-    wire.send(frame(m.read(name, cache, plan, 0, 2 * PAYLOAD_RING)))
+    wire.say(m.read(m.name_blocks(1), cache, plan, 0, 2 * PAYLOAD_RING))
     wire.payload.wait(lambda: wire.payload.word(wire.WRITTEN) == PAYLOAD_RING)
-    tell("ready")
 
 
 def half_reply(wire: RingWire) -> None:
     """Answer the first request with half of a reply."""
-    wire.body()
-    reply = frame(m.described())
-    wire.send(reply[: len(reply) // 2])
-    wire.wait(lambda: wire.word(wire.READ) == wire.written)
-    tell("ready")
+    wire.hear()
+    send_half(wire, m.described())
 
 
 def unread_request(wire: RingWire) -> None:
     """Describe a cache of many blocks, and do not read the request for them."""
-    wire.body()
-    wire.send(frame(m.described(rows=WIDE_ROWS, row_bytes=WIDE_BYTES)))
+    wire.hear()
+    wire.say(m.described(rows=WIDE_ROWS, row_bytes=WIDE_BYTES))
     wait_until_full(wire)
 
 
 def half_payload(wire: RingWire) -> None:
     """Send half of the bytes of one row."""
-    wire.body()
-    wire.send(frame(m.described(rows=WIDE_ROWS, row_bytes=WIDE_BYTES)))
-    wire.body()
-    wire.send(frame(m.ready(2 * WIDE_BYTES)))
+    for reply in (m.described(rows=WIDE_ROWS, row_bytes=WIDE_BYTES), m.ready(2 * WIDE_BYTES)):
+        wire.hear()
+        wire.say(reply)
     wire.payload.send(bytes(WIDE_BYTES))
     wire.payload.wait(lambda: wire.payload.word(wire.READ) == WIDE_BYTES)
-    tell("ready")
 
 
 CALLERS: dict[str, Callable[[RingWire], None]] = {
@@ -112,14 +104,19 @@ def call(role: str, given: dict[str, Any]) -> None:
     unused = Wire(socket.socket())  # another process has the control stream
     wire = Link(peer, given["link"], unused, lambda: dial_local(given["name"])).ringed_call()
     CALLERS[role](wire)
+    tell("ready")
     rest()
 
 
 def serve(role: str, given: dict[str, Any]) -> None:
     """Accept a link and call streams with rings. Report the address."""
     peer = Peer(given["cluster"], given["token"])
-    listener = Listener(peer, lambda _: None, Offer(), rings=OWNERS[role], linked=Tender().add)
-    tell(listener.address)
+
+    def play(wire: RingWire) -> None:
+        OWNERS[role](wire)
+        tell("ready")
+
+    tell(Listener(peer, lambda _: None, Offer(), rings=play, linked=Tender().add).address)
     rest()
 
 
