@@ -1,4 +1,7 @@
-"""Allocation and release of caches, their keys, and the counters of the pools."""
+"""Allocation and release of caches, their keys, and the counters of the pools.
+
+Not for: which reference or key releases a cache, and keys of refused allocations (`test_properties.py`).
+"""
 
 from __future__ import annotations
 
@@ -133,23 +136,6 @@ def test_without_any_pool_releasing_is_still_no_operation(start: Callable[..., A
     manager.deallocate_blocks_cache(user.cpu_cache())
 
 
-@pytest.mark.contract("19.double-reference", "19.key-per-slot")
-@pytest.mark.parametrize("sequence", [list, tuple])
-def test_release_waits_for_the_id_and_every_key(manager: Any, sequence: Callable[..., Any]) -> None:
-    keys = [CacheKey(1, req_id=1), CacheKey(1, req_id=2)]
-    cache = manager.allocate_cache(desc(4), sequence(keys))
-    taken = used(manager)
-    manager.deallocate_cache(cache)
-    assert cache.tensor_addrs == []
-    assert used(manager) == taken
-    manager.remove_cache_key(keys[0])
-    assert used(manager) == taken
-    assert live(manager, cache)
-    manager.remove_cache_key(keys[1])
-    assert used(manager) == {"device": 0, "host": 0}
-    assert not live(manager, cache)
-
-
 @pytest.mark.contract("19.deallocate-cache", "19.remove-cache-key")
 def test_releasing_twice_or_something_unknown_is_no_operation(manager: Any) -> None:
     key = CacheKey(1, 1)
@@ -188,21 +174,10 @@ def test_a_bound_key_cannot_be_bound_again_before_its_release(manager: Any, rele
         manager.allocate_cache(desc(2), [CacheKey(1, 4, 2)])
 
 
-@pytest.mark.contract("19.bound-key")
-def test_a_refused_allocation_keeps_no_key(manager: Any) -> None:
-    with refused(manager, OOM):
-        manager.allocate_cache(desc(1, POOL // 4, 5), [CacheKey(1, 1)])
-    bound = manager.allocate_cache(desc(1), [CacheKey(1, 1)])
-    with refused(manager, LE, [bound]):
-        manager.allocate_cache(desc(3), [CacheKey(1, 2), CacheKey(1, 3), CacheKey(1, 1)])
-    again = manager.allocate_cache(desc(2), [CacheKey(1, 2), CacheKey(1, 3)])
-    assert live(manager, again)
-
-
 @pytest.mark.contract("19.key-per-slot", "20.17")
 def test_placeholders_bind_nothing(manager: Any) -> None:
     idle = CacheKey(1, UINT64_MAX)
-    one = manager.allocate_cache(desc(4), [idle, idle, CacheKey(1, 1), idle])
+    one = manager.allocate_cache(desc(4), (idle, idle, CacheKey(1, 1), idle))
     two = manager.allocate_cache(desc(3), [idle, idle, CacheKey(1, UINT64_MAX, 1)])
     manager.deallocate_cache(two)
     assert used(manager)["device"] == pages(desc(4))

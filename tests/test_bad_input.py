@@ -249,8 +249,8 @@ ROWS = [(call, argument, bad, expected) for (call, argument), rows in TABLE.item
 
 
 @pytest.mark.contract(
-    "19.allocate-cache", "19.deallocate-cache", "19.remove-cache-key", "19.copy-cache", "19.allocate-blocks-cache",
-    "19.deallocate-blocks-cache", "19.copy-blocks", "19.swap-blocks",
+    "19.allocate-cache", "19.deallocate-cache", "19.remove-cache-key", "19.copy-cache", "19.copy-cache-range", "20.8",
+    "19.allocate-blocks-cache", "19.deallocate-blocks-cache", "19.copy-blocks", "19.swap-blocks",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("call", "argument", "bad", "expected"), ROWS, ids=[f"{r[0]}-{r[1]}-{short(r[2])}" for r in ROWS]
@@ -325,6 +325,9 @@ ORDER: list[tuple[str, Callable[[Bench], tuple[Any, ...]], Expected]] = [
     ("copy_cache", lambda b: (b.other, b.batch, 0, 0, 0, 0, "x"), LE),
     ("copy_cache", lambda b: (b.other, b.batch, 9, 9, 0, 5, -1), VE),
     ("copy_cache", lambda b: (b.other, b.batch, 9, 9, 0, 5, True), TE),
+    # The default size is the rest of the slot, which must fit.
+    ("copy_cache", lambda b: (b.manager.allocate_cache(desc(4, 255, 2)), b.batch), LE),
+    ("copy_cache", lambda b: (b.manager.allocate_cache(desc(4, 100, 2)), b.batch, 0, 1, 40, 101), LE),
     ("copy_blocks", lambda _: (5, None), TE),
     ("copy_blocks", lambda b: (b.batch, {0: 1}), TE),
     ("copy_blocks", lambda b: (b.batch, {0: [99]}), LE),
@@ -341,8 +344,9 @@ ORDER: list[tuple[str, Callable[[Bench], tuple[Any, ...]], Expected]] = [
 def test_the_first_check_decides(
     bench: Bench, call: str, make: Callable[[Bench], tuple[Any, ...]], expected: Expected
 ) -> None:
+    arguments = make(bench)
     with refused(bench.manager, expected, bench.caches, [bench.user]):
-        getattr(bench.manager, call)(*make(bench))
+        getattr(bench.manager, call)(*arguments)
 
 
 @pytest.mark.parametrize("number", [-1, 0, 9999, INT64_MAX, -INT64_MAX - 1])
@@ -399,31 +403,19 @@ def test_attribute_error_for_none_of_other_calls_names_the_argument(start: Calla
             call()
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda m, c, n: m.pull_blocks(BlocksCacheKey(2), c, [0, 1], [2, n]),
-            "dst_blocks inner type only support ['int']",
-        ),
-        (
-            lambda m, c, n: m.pull_blocks(BlocksCacheKey(2), c, (0, n), [2, 3]),
-            "src_blocks inner type only support ['int']",
-        ),
-        (lambda m, c, n: m.copy_blocks(c, {0: [1, n]}), "dict value inner type only support ['int']"),
-    ],
-)
-def test_integer_of_numpy_in_a_list_is_refused_with_its_position_and_a_remedy(
-    manager: Any, call: Any, text: str
-) -> None:
+@pytest.mark.parametrize("what", ["src_blocks", "dst_blocks", "dict value"])
+def test_integer_of_numpy_in_a_list_is_refused_with_its_position_and_a_remedy(manager: Any, what: str) -> None:
     cache = manager.allocate_blocks_cache(desc())
-    actual = ", but the actual type of element 1 is <class 'numpy.int64'>; convert it with int()"
-    with pytest.raises(TypeError) as caught:
-        call(manager, cache, np.int64(3))
-    assert str(caught.value) == f"{text}{actual}, or a whole array with tolist()"
-    with pytest.raises(TypeError) as caught:
-        call(manager, cache, "3")
-    assert str(caught.value) == f"{text}{actual.partition('<')[0]}<class 'str'>"
+    calls = {
+        "src_blocks": lambda number: manager.pull_blocks(BlocksCacheKey(2), cache, (0, number), [2, 3]),
+        "dst_blocks": lambda number: manager.pull_blocks(BlocksCacheKey(2), cache, [0, 1], [2, number]),
+        "dict value": lambda number: manager.copy_blocks(cache, {0: [1, number]}),
+    }
+    remedy = "; convert it with int(), or a whole array with tolist()"
+    for wrong, kind in ((np.int64(3), f"numpy.int64'>{remedy}"), ("3", "str'>")):
+        text = f"{what} inner type only support ['int'], but the actual type of element 1 is <class '{kind}"
+        with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+            calls[what](wrong)
 
 
 def test_integer_of_numpy_in_place_of_a_number_is_refused_with_a_remedy(manager: Any) -> None:

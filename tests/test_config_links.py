@@ -20,16 +20,6 @@ from memory import STARTS, TE, raising, run_fresh
 TOKEN = "correct horse battery staple"  # noqa: S105  (the one under test)
 
 
-def test_silence_is_compared_with_the_heartbeat_at_init(start: Callable[..., Any]) -> None:
-    config = LLMConfig()
-    config.link_silence = 500
-    config.link_heartbeat = 251
-    with pytest.raises(LLMException, match="link_silence=500"):
-        start({**options(), **config.generate_options()})
-    config.link_heartbeat = 250
-    start({**options(), **config.generate_options()})
-
-
 def test_the_token_is_a_text_that_does_not_show() -> None:
     config = LLMConfig()
     config.link_token = TOKEN

@@ -26,25 +26,20 @@ LIMIT = 20.0
 
 
 class Collector(logging.Handler):
-    """A handler that keeps records, notifies waiters of each, and runs code of a test inside the handler."""
+    """A handler that keeps records, and runs code of a test inside the handler at the first one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []
-        self.came = threading.Condition()
         self.first: Callable[[], Any] = lambda: None
 
     def emit(self, record: logging.LogRecord) -> None:
-        with self.came:
-            self.records.append(record)
-            self.came.notify_all()
-            alone = len(self.records) == 1
-        if alone:
+        self.records.append(record)
+        if len(self.records) == 1:
             self.first()
 
     def texts(self) -> list[str]:
-        with self.came:
-            return [record.getMessage() for record in self.records]
+        return [record.getMessage() for record in self.records]
 
     def wait_for(self, *words: str, count: int = 1) -> list[logging.LogRecord]:
         """Wait until there are `count` records whose text has all `words`, and return them."""
@@ -52,9 +47,8 @@ class Collector(logging.Handler):
         def found() -> list[logging.LogRecord]:
             return [of for of in self.records if all(word in of.getMessage() for word in words)]
 
-        with self.came:
-            assert self.came.wait_for(lambda: len(found()) >= count, LIMIT), (words, self.texts())
-            return found()
+        eventually(lambda: len(found()) >= count, LIMIT, f"{count} lines with {words}")
+        return found()
 
 
 @pytest.fixture

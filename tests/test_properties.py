@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any, Callable, Optional
 
 import numpy as np
+import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -319,6 +320,9 @@ MOVES = ("copy_cache", "copy_blocks", "swap")
 HOLDS = ("allocate_cache", "allocate_blocks_cache", "deallocate", "remove_cache_key")
 
 
+@pytest.mark.contract(
+    "19.bound-key", "19.copy-blocks", "19.copy-cache", "19.copy-cache-range", "19.double-reference", "19.key-per-slot"
+)
 def test_engine_meets_twin() -> None:
     outcomes: Counter[tuple[str, str]] = Counter()
 

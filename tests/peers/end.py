@@ -279,9 +279,6 @@ class End(Process):
             return self.register(name, *args, **{"accessible": True, **kwargs})
         return self.allocate(name, *args, **kwargs)
 
-    def key_of(self, key: Key) -> Any:
-        return cache_key(key)
-
     def held_id(self, name: str) -> int:
         return self.held[name].handle.cache_id
 
