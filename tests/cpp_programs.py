@@ -51,6 +51,13 @@ def run(command: Sequence[Any], **given: Any) -> str:
     return done.stdout
 
 
+def snippet(page: str, language: str) -> str:
+    """The only code block of a page in this language."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (found,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return str(found)
+
+
 def build(compiler: str, out: Path, sources: Sequence[Path], *flags: Any) -> Path:
     """Compile and link a program against the shared library of this tree."""
     assert (LIBRARY / SONAME).is_file(), "the library is not built: make capi"

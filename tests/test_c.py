@@ -5,8 +5,6 @@ Not for: wrong arguments and handles (`crates/capi/src/tests`), or the rules tha
 
 from __future__ import annotations
 
-import re
-import select
 import shutil
 import subprocess
 from typing import TYPE_CHECKING
@@ -15,8 +13,9 @@ import numpy as np
 import pytest
 from contract import NO_COMPILER
 
-from cpp_programs import INCLUDE, LIBRARY, ROOT, SANITIZE, run
+from cpp_programs import INCLUDE, LIBRARY, ROOT, SANITIZE, run, snippet
 from llm_datadist import Engine, Message, PeerUp
+from native.helpers import messages
 from peers import LIMIT
 
 if TYPE_CHECKING:
@@ -64,20 +63,11 @@ def test_a_python_engine_pulls_from_and_pushes_to_a_c_engine(program: Path) -> N
         pulled = b"".join(tensor.numpy()[2].tobytes() for tensor in kv.tensors)
         assert pulled == owners_block(7, 9)
         engine.push(peer["kv"][[14]], kv[[2]], notify=b"check 14 7 9").result()
-        assert [event.data for event in received(engine, 1)] == [b"good"]
+        assert messages(engine, 1) == [b"good"]
         peer.send(b"echo")
-        assert [event.data for event in received(engine, 1)] == [b"echo"]
+        assert messages(engine, 1) == [b"echo"]
         owner.communicate(timeout=LIMIT)
         assert owner.returncode == 0
-
-
-def received(engine: Engine, count: int) -> list[Message]:
-    """Wait for messages. Other events are dropped."""
-    found: list[Message] = []
-    while len(found) < count:
-        assert select.select([engine], [], [], LIMIT)[0]
-        found += [event for event in engine.events() if isinstance(event, Message)]
-    return found
 
 
 def test_a_c_engine_pulls_from_a_python_engine(program: Path) -> None:
@@ -95,9 +85,6 @@ def test_a_c_engine_pulls_from_a_python_engine(program: Path) -> None:
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_the_program_of_the_guide(tmp_path: Path, compiler: str) -> None:
-    guide = (ROOT / "docs" / "c.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```c\n(.*?)```", guide, re.DOTALL)
-    (output,) = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
     source = tmp_path / "program.c"
-    source.write_text(text, encoding="utf-8")
-    assert run([build(tmp_path, source, compiler)]) == output
+    source.write_text(snippet("docs/c.md", "c"), encoding="utf-8")
+    assert run([build(tmp_path, source, compiler)]) == snippet("docs/c.md", "text")

@@ -172,26 +172,6 @@ def test_a_thread_that_ends_early_fails_the_transfer(transfer: Transfer, monkeyp
     assert seen.call_args.args[0].exc_type is MemoryError
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_native_task_that_is_dropped(transfer: Transfer, asked: bool) -> None:
-    """It continues if all its layers are ready. Otherwise it ends, as after Ctrl-C before the thread starts."""
-    local, to = transfer.local, transfer.to
-    start = local.dist.cache_manager._datadist.transfer_cache_async
-    native = start(local.held["n"].handle, Steps(), [to.to(range(4))], None, None, None)
-    if asked:
-        assert native.wanted(0)
-    local.deallocate("n")
-    assert not native.wait(50)
-    assert local.used() > 0, "a running transfer holds its source"
-    if asked:
-        for layer in range(4):
-            native.ready(layer)
-        to.slot(transfer.source, range(4))
-    del native
-    eventually(lambda: local.used() == 0, what="the release of the source")
-    to.check()
-
-
 def test_a_task_that_has_ended_keeps_no_synchronizer(transfer: Transfer) -> None:
     """A program may keep the task for its results, and the synchronizer may hold a model."""
     for answers in ({}, {1: False}):

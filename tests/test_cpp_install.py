@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Callable
 
@@ -29,6 +28,7 @@ from cpp_programs import (
     packaged,
     readable,
     run,
+    snippet,
 )
 
 pytestmark = pytest.mark.skipif(not COMPILERS, reason=NO_COMPILER)
@@ -140,19 +140,15 @@ def pkg_config(libraries: Path, *asked: str) -> str:
 
 def guide_program(folder: Path) -> Path:
     """The C++ program of the guide, as a file."""
-    guide = (ROOT / "docs" / "llm-datadist" / "cpp-programs.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```cpp\n(.*?)```", guide, re.DOTALL)
     source = folder / "program.cpp"
-    source.write_text(text, encoding="utf-8")
+    source.write_text(snippet("docs/llm-datadist/cpp-programs.md", "cpp"), encoding="utf-8")
     return source
 
 
 @packaged
 def test_the_program_of_the_page_about_hixl_builds_with_pkg_config_and_runs(installed: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "hixl.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```cpp\n(.*?)```", page, re.DOTALL)
-    (command,) = re.findall(r"^g\+\+ .*$", page, re.MULTILINE)
-    (tmp_path / "program.cpp").write_text(text, encoding="utf-8")
+    (tmp_path / "program.cpp").write_text(snippet("docs/hixl.md", "cpp"), encoding="utf-8")
+    (command,) = re.findall(r"^g\+\+ .*$", (ROOT / "docs/hixl.md").read_text(encoding="utf-8"), re.MULTILINE)
     asked = "$(pkg-config --cflags --libs llm_datadist)"
     assert asked in command
     # The prefix has a space, which pkg-config quotes for a shell.
@@ -160,6 +156,11 @@ def test_the_program_of_the_page_about_hixl_builds_with_pkg_config_and_runs(inst
     run(["sh", "-c", command.replace("g++", " ".join([COMPILERS[0], *STRICT]))], cwd=tmp_path)
     output = run([tmp_path / "program"], env={**os.environ, "LD_LIBRARY_PATH": str(installed / "lib")})
     assert output == "there\n"
+
+
+def compile_in_shell(source: Path, program: Path, flags: str) -> None:
+    """Compile as users do, because pkg-config quotes its output for a shell."""
+    run(["sh", "-c", f"{COMPILERS[0]} {' '.join(STRICT)} '{source}' -o '{program}' {flags}"])
 
 
 def check_guide_output(output: str) -> None:
@@ -176,8 +177,7 @@ def test_the_program_of_the_guide_builds_with_pkg_config_and_runs(installed: Pat
     flags = pkg_config(installed / "lib", "--cflags", "--libs")
     assert pkg_config(installed / "lib", "--modversion") == "0.1.0"
     source, program = guide_program(tmp_path), tmp_path / "program"
-    # Through a shell, as users do, because pkg-config quotes its output for a shell.
-    run(["sh", "-c", f"{COMPILERS[0]} {' '.join(STRICT)} '{source}' -o '{program}' {flags}"])
+    compile_in_shell(source, program, flags)
     check_guide_output(run([program], env={**os.environ, "LD_LIBRARY_PATH": str(installed / "lib")}))
     # A program that is linked with the path of the library still depends on its SONAME.
     library, include = installed / "lib" / "libllm_datadist.so", installed / "include"
@@ -192,9 +192,8 @@ def test_the_program_of_the_guide_builds_with_pkg_config_and_runs(installed: Pat
 @pytest.mark.skipif(SANITIZED, reason="a static program, without the sanitizers' own library")
 def test_the_program_of_the_guide_links_statically(installed: Path, tmp_path: Path) -> None:
     flags = pkg_config(installed / "lib", "--static", "--cflags", "--libs")
-    flags = flags.replace("-lllm_datadist", "-l:libllm_datadist.a")
-    source, program = guide_program(tmp_path), tmp_path / "program"
-    run(["sh", "-c", f"{COMPILERS[0]} {' '.join(STRICT)} '{source}' -o '{program}' {flags}"])
+    program = tmp_path / "program"
+    compile_in_shell(guide_program(tmp_path), program, flags.replace("-lllm_datadist", "-l:libllm_datadist.a"))
     assert "llm_datadist" not in run(["readelf", "-d", program])
     check_guide_output(run([program]))
 
@@ -229,16 +228,10 @@ def test_cmake_accepts_only_compatible_versions(
     (tmp_path / "version.cmake").write_text(
         f'set(PACKAGE_FIND_VERSION "{wanted}")\nset(PACKAGE_FIND_VERSION_MAJOR {major})\n'
         f"set(PACKAGE_FIND_VERSION_MINOR {minor})\n{package.read_text().replace(VERSION, version)}\n"
-        'message("${PACKAGE_VERSION_COMPATIBLE}")\n'
+        'message(STATUS "${PACKAGE_VERSION_COMPATIBLE}")\n'
     )
-    done = subprocess.run(  # noqa: S603
-        ["cmake", "-P", tmp_path / "version.cmake"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=True,
-        env={name: value for name, value in os.environ.items() if name not in COLOURS},
-    )
-    assert done.stderr.strip() == accepted
+    environment = {name: value for name, value in os.environ.items() if name not in COLOURS}
+    assert run(["cmake", "-P", tmp_path / "version.cmake"], env=environment) == f"-- {accepted}\n"
 
 
 def files_below(folder: Path) -> set[str]:

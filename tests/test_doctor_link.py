@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,11 +22,11 @@ from llm_datadist.commands.doctor import link, report
 from llm_datadist.commands.doctor.link import Row
 from llm_datadist.native import Engine
 from memory import run_command
-from peers import eventually, refusing_port
+from network_namespaces import ADDRESSES, Hosts, possible
+from peers import Ends, refusing_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import ExitStack
     from pathlib import Path
 
     from llm_datadist import LLMDataDist
@@ -218,42 +217,17 @@ def test_ucx_that_cannot_be_opened_is_a_row_with_the_reason(monkeypatch: pytest.
     assert "UCX needs a token" in row["unusable"]
 
 
-def namespaces() -> bool:
-    tools = all(map(shutil.which, ("ip", "unshare", "nsenter")))
-    made = ("unshare", "--net", "ip", "link", "add", "v0", "type", "veth", "peer", "name", "v1")
-    return os.geteuid() == 0 and tools and subprocess.run(made, capture_output=True, check=False).returncode == 0  # noqa: S603
-
-
 @pytest.mark.root
-@pytest.mark.skipif(not namespaces(), reason="this machine allows no network namespaces")
-def test_another_host_is_measured_over_sockets(token: str, held: ExitStack) -> None:
-    holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])  # noqa: S607
-    held.callback(holder.wait)
-    held.callback(holder.kill)
-    own = os.readlink("/proc/self/ns/net")  # noqa: PTH115
-    eventually(lambda: os.readlink(f"/proc/{holder.pid}/ns/net") != own)  # noqa: PTH115
+@pytest.mark.skipif(not possible(), reason="this machine allows no network namespaces")
+def test_another_host_is_measured_over_sockets(token: str, ends: Ends) -> None:
+    here, there = (("nsenter", "-t", str(end.process.pid), "-n") for end in Hosts(ends).ends)
     given = ["--token-file", token]
-    other = held.enter_context(serving(*given, address="0.0.0.0:26500", before=("unshare", "--net")))
-    inside = ("nsenter", "-t", str(holder.pid), "-n")
-    cable(inside, other.pid)
-    rows = rows_of(to("10.231.8.2:26500", *given, before=inside))
+    with serving(*given, address="0.0.0.0:26500", before=there):
+        rows = rows_of(to(f"{ADDRESSES[1]}:26500", *given, before=here))
     assert list(rows) == [link.DEFAULT, link.DEFAULT_REGISTERED, link.UCX]  # TCP would be the default again
     for name in (link.DEFAULT, link.DEFAULT_REGISTERED):
         check_measured(rows[name], "sockets", "tcp")
         assert "no memory is shared" in rows[name]["not_faster"]
-
-
-def cable(inside: tuple[str, ...], other: int) -> None:
-    """Connect the network namespace of a process with the one in which commands run after `inside`."""
-    there = ("nsenter", "-t", str(other), "-n")
-    for where, command in (
-        (inside, f"ip link add cable type veth peer name other netns {other}"),
-        (inside, "ip addr add 10.231.8.1/30 dev cable"),
-        (inside, "ip link set cable up"),
-        (there, "ip addr add 10.231.8.2/30 dev other"),
-        (there, "ip link set other up"),
-    ):
-        subprocess.run([*where, *command.split()], check=True)  # noqa: S603
 
 
 class Clock:

@@ -187,43 +187,31 @@ def test_finalize_and_the_shutdown_handler() -> None:
     assert shown == ["None None", "None None", "True", "None None False", "None", "None 1"]
 
 
-def test_what_the_program_registered_before_init_runs_at_exit_with_an_open_engine() -> None:
-    """The exit handler is registered by the import of the package, not by the first use of a name."""
+def test_hooks_of_the_program_find_the_engine_of_their_process() -> None:
+    """The import of the package registers its own hooks, not the first use of a name.
+
+    So those that a program registers afterwards run before them at exit, and after them in a forked child.
+    """
     out = run_fresh(
         """
-        import atexit
+        import atexit, os, warnings
         import llm_datadist
+        warnings.simplefilter("ignore")
 
         def clean_up():
-            cache = dist.cache_manager.allocate_cache(desc)
+            cache = dist.cache_manager.allocate_cache(CacheDesc(1, [4, 100], DataType.DT_INT8))
             dist.cache_manager.deallocate_cache(cache)
             print("clean", dist._is_initialized)
 
         atexit.register(clean_up)
-        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
-        desc = CacheDesc(1, [4, 100], DataType.DT_INT8)
-        dist = LLMDataDist(LLMRole.PROMPT, 1)
-        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
-        """
-    )
-    assert out.strip() == "clean True"
-
-
-def test_a_fork_hook_of_the_program_finds_no_instance_of_the_parent() -> None:
-    """The package registers its own at the import, so it comes before those that the program registers."""
-    out = run_fresh(
-        """
-        import os, warnings
-        import llm_datadist
-        warnings.simplefilter("ignore")
         os.register_at_fork(after_in_child=lambda: os._exit(LLMDataDist.llm_engine_instance is not None))
-        from llm_datadist import LLMDataDist, LLMRole
+        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
         dist = LLMDataDist(LLMRole.PROMPT, 1)
         dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
-        print(os.waitpid(os.fork(), 0)[1], LLMDataDist.llm_engine_instance is dist)
+        print("forked", os.waitpid(os.fork(), 0)[1], LLMDataDist.llm_engine_instance is dist)
         """
     )
-    assert out.strip() == "0 True"
+    assert out.splitlines() == ["forked 0 True", "clean True"]
 
 
 @pytest.mark.contract("20.13")

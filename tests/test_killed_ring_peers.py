@@ -6,21 +6,34 @@ Not for: peers that break the protocol of rings (`test_hostile_rings.py`), proce
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hostile.client import GENERATIONS, Offer
+from hostile.client import GENERATIONS
 from hostile.messages import ping
-from hostile.mortal import CALLERS, OWNERS, WIDE_BYTES, WIDE_ROWS, Mortal
+from hostile.mortal import CALLERS, OWNERS, WIDE_BYTES, WIDE_ROWS
 from hostile.trial import ROW_BYTES, ROWS, TOKEN, Trial
+from native.stores import line, process
 from peers import LIMIT, OK, UNLINKED, by_blocks, equal, eventually, pattern
+
+if TYPE_CHECKING:
+    import subprocess
+    from contextlib import AbstractContextManager
 
 TESTS = Path(__file__).parent
 MAX_RINGS = 4  # call streams of a link, in one direction
 # So long that no limit ends a wait before the end of the stream does.
 PATIENT = {"llm__LinkSilence": 600_000, "llm__SyncKvCacheWaitTime": 600_000}
+
+
+def mortal(role: str, **given: Any) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A process that plays one role until the test kills it."""
+    return process(sys.executable, "-m", "hostile.mortal", role, json.dumps(given), cwd=TESTS)
 
 
 def next_link_works(trial: Trial) -> None:
@@ -39,8 +52,7 @@ def test_killed_caller_ends_its_streams_only(role: str) -> None:
     """The process that is killed has a call stream of a link. Another process holds the link, and has a stream too."""
     with Trial(**PATIENT) as trial:
         trial.begin()
-        offer = Offer()
-        link = trial.link(local=True, offer=offer)
+        link = trial.link(local=True)
         trial.tender.add(link)
         good = link.ringed_call()
 
@@ -51,15 +63,13 @@ def test_killed_caller_ends_its_streams_only(role: str) -> None:
         eventually(only_the_good_stream, what="the stream of the first process")
         given = {"cluster": 66, "token": TOKEN, "instance": link.peer.instance, "link": link.number}
         for _ in range(MAX_RINGS):  # the last one gets rings only if those of the first were released
-            with Mortal(TESTS, role, name=trial.local_name, **given) as caller:
-                assert caller.line() == "ready"
-                caller.kill()
+            with mortal(role, name=trial.local_name, **given) as caller:
+                assert line(caller) == "ready\n"
             eventually(only_the_good_stream, what="the end of the stream of the process that was killed")
             assert good.ask(ping())["is"] == "Done"
         assert not trial.tender.ended, "the link has ended"
         trial.judge(links=1, streams=2, busy=1, mapped=GENERATIONS)
         link.close()
-        offer.close()
         trial.recovers()
         next_link_works(trial)
 
@@ -74,10 +84,10 @@ def test_call_to_killed_owner_fails(role: str) -> None:
         if role != "unread request":
             rows = rows[:1]
         for _ in range(2):
-            with Mortal(TESTS, role, cluster=77, token=TOKEN) as owner:
-                assert trial.victim.link_clusters([(77, owner.line())])[0] == OK
+            with mortal(role, cluster=77, token=TOKEN) as owner:
+                assert trial.victim.link_clusters([(77, line(owner).strip())])[0] == OK
                 pull = trial.victim.begin("timed", "pull_blocks", by_blocks(77), "wide", rows, range(len(rows)))
-                assert owner.line() == "ready"
+                assert line(owner) == "ready\n"
                 owner.kill()
                 code, _, text = pull.result(LIMIT)
             assert code == UNLINKED, text

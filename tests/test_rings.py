@@ -14,7 +14,6 @@ import time
 import pytest
 
 from hostile import messages as m
-from hostile.client import Offer
 from hostile.trial import SLACK, Trial
 from peers import Ends, Peer, by_slot, equal, eventually, linked, options, pattern
 
@@ -67,9 +66,7 @@ def test_forked_child_leaves_the_streams_of_its_parent_alone(ends: Ends) -> None
 def test_forked_child_does_not_keep_streams_open(end: str) -> None:
     """The child lives on after its parent has closed the streams, or has been killed."""
     with Trial(honest=(), llm__LinkSilence=600_000) as trial:
-        offer = Offer()
-        link = trial.link(local=True, offer=offer)
-        offer.close()
+        link = trial.link(local=True)
         rings = [link.ringed_call() for _ in range(2)]
         child = trial.victim.linger(True)
         try:

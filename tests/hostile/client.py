@@ -75,6 +75,17 @@ class EndedError(ConnectionError):
     """The other side closed the stream or refused. The text is its reason."""
 
 
+def body_of(start: bytes, exactly: Callable[[int], bytes]) -> bytes:
+    """Read the rest of a frame that starts with this header, and return the message. A refusal is raised."""
+    magic, version, kind, length = struct.unpack("<2sBBI", start)
+    body = exactly(length)
+    assert magic == MAGIC, magic
+    if kind == REFUSAL:
+        raise EndedError(body[4:].decode())
+    assert version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
+    return opened(body)
+
+
 class Wire:
     def __init__(self, made: socket.socket, limit: float = LIMIT) -> None:
         self.socket = made
@@ -104,16 +115,7 @@ class Wire:
         start, extra, _, _ = self.socket.recvmsg(8, room)
         rights = [array.array("i", data[: len(data) - len(data) % 4]) for _, _, data in extra]
         descriptors = [descriptor for some in rights for descriptor in some]
-        return self._body(start), descriptors
-
-    def _body(self, start: bytes) -> bytes:
-        magic, version, kind, length = struct.unpack("<2sBBI", start + self.exactly(8 - len(start)))
-        body = self.exactly(length)
-        assert magic == MAGIC, magic
-        if kind == REFUSAL:
-            raise EndedError(body[4:].decode())
-        assert version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
-        return opened(body)
+        return body_of(start + self.exactly(8 - len(start)), self.exactly), descriptors
 
     def exactly(self, count: int) -> bytes:
         got = bytearray()
@@ -240,9 +242,7 @@ class RingWire(Rings):
 
     def hear(self) -> bytes:
         """Return the body of the next message."""
-        magic, version, kind, length = struct.unpack("<2sBBI", self.exactly(8))
-        assert (magic, version, kind) == (MAGIC, VERSION, MESSAGE)
-        return opened(self.exactly(length))
+        return body_of(self.exactly(8), self.exactly)
 
     def ask(self, request: bytes) -> dict[str, Any]:
         return ask(self, request)

@@ -1,6 +1,6 @@
 """A peer in a process of its own, which a test kills while a message or payload is in a ring.
 
-`python -m hostile.mortal`, run in the folder of the tests, plays one of the roles. `Mortal` starts such a process.
+`python -m hostile.mortal`, run in the folder of the tests, plays one of the roles until the process is killed.
 Not for: what the engine does afterwards (`tests/test_killed_ring_peers.py`).
 """
 
@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
 import socket
-import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 from . import messages as m
-from .client import LIMIT, PAYLOAD_RING, RING, Link, Listener, Offer, Peer, RingWire, Tender, Wire, dial_local, frame
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from .client import PAYLOAD_RING, RING, Link, Listener, Offer, Peer, RingWire, Tender, Wire, dial_local, frame
 
 WIDE_ROWS, WIDE_BYTES = 20_000, 8  # of the cache that `unread_request` describes
 
@@ -124,38 +119,6 @@ def rest() -> None:
     """Wait to be killed."""
     while True:
         signal.pause()
-
-
-class Mortal:
-    """A process that plays one role until the test kills it."""
-
-    def __init__(self, folder: Path, role: str, **given: Any) -> None:
-        command = [sys.executable, "-m", "hostile.mortal", role, json.dumps(given)]
-        self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE)  # noqa: S603
-
-    def line(self) -> str:
-        """Return the next line that it prints."""
-        assert self.process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            assert selector.select(6 * LIMIT), "the process reports nothing"
-        # Each line is written at once, and read before the next one.
-        text = os.read(self.process.stdout.fileno(), 1000).decode().strip()
-        assert text, f"the process ended with {self.process.wait(LIMIT)}"
-        return text
-
-    def kill(self) -> None:
-        self.process.kill()
-        assert self.process.wait(LIMIT) == -signal.SIGKILL
-
-    def __enter__(self) -> Mortal:  # noqa: PYI034
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait(LIMIT)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 if __name__ == "__main__":

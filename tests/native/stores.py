@@ -40,9 +40,9 @@ def got(store: Store, number: int) -> bytes | None:
 
 
 @contextlib.contextmanager
-def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+def process(*command: str, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
     """Run a process with two pipes, and kill it at the end."""
-    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=cwd)  # noqa: S603
     try:
         yield started
     finally:
