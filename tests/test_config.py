@@ -160,10 +160,14 @@ REFUSED = [
 ]
 
 
+@pytest.fixture
+def config() -> LLMConfig:
+    return LLMConfig()
+
+
 @pytest.mark.contract("19.llm-config")
 @pytest.mark.parametrize("name", {**INITIAL, **EMITTED})
-def test_initial_value(name: str) -> None:
-    config = LLMConfig()
+def test_initial_value(config: LLMConfig, name: str) -> None:
     value = getattr(config, name)
     assert value == INITIAL[name]
     assert type(value) is type(INITIAL[name])
@@ -173,8 +177,7 @@ def test_initial_value(name: str) -> None:
 
 @pytest.mark.contract("20.2")
 @pytest.mark.parametrize(("name", "value", "emitted"), STORED, ids=short)
-def test_property_is_stored_and_emitted(name: str, value: Any, emitted: dict[str, str]) -> None:
-    config = LLMConfig()
+def test_property_is_stored_and_emitted(config: LLMConfig, name: str, value: Any, emitted: dict[str, str]) -> None:
     setattr(config, name, value)
     made = config.generate_options()
     assert made == {**FRESH, **emitted}
@@ -184,17 +187,17 @@ def test_property_is_stored_and_emitted(name: str, value: Any, emitted: dict[str
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, v, _ in STORED if n in LINK_OPTIONS])
-def test_engine_accepts_the_options_of_links(name: str, value: Any, start: Callable[..., Any]) -> None:
-    config = LLMConfig()
+def test_engine_accepts_the_options_of_links(
+    config: LLMConfig, name: str, value: Any, start: Callable[..., Any]
+) -> None:
     setattr(config, name, value)
     if name == "link_silence":
         config.link_heartbeat = 1
     start({**options(None, None), **config.generate_options()})
 
 
-def test_a_device_list_names_a_device() -> None:
+def test_a_device_list_names_a_device(config: LLMConfig) -> None:
     """An empty list is refused when it is set. A list that is emptied later is refused when the options are written."""
-    config = LLMConfig()
     for empty in ([], ()):
         fails(lambda empty=empty: setattr(config, "device_id", empty), LE, "names no device")
     assert config.device_id is None
@@ -211,8 +214,7 @@ def test_a_device_list_names_a_device() -> None:
 
 @pytest.mark.contract("20.2", "19.sync-kv-timeout")
 @pytest.mark.parametrize(("name", "value", "expected"), REFUSED, ids=short)
-def test_setter_refuses_and_keeps_what_was(name: str, value: Any, expected: Expected) -> None:
-    config = LLMConfig()
+def test_setter_refuses_and_keeps_what_was(config: LLMConfig, name: str, value: Any, expected: Expected) -> None:
     before = getattr(config, name)
     with pytest.raises(Exception) as caught:  # noqa: PT011  (judged below)
         setattr(config, name, value)
@@ -225,15 +227,13 @@ def test_setter_refuses_and_keeps_what_was(name: str, value: Any, expected: Expe
 
 
 @pytest.mark.parametrize("name", [*TEXTS, *FLAGS, "output_max_size", "_enable_remote_cache_accessible"])
-def test_none_is_silently_accepted(name: str) -> None:
-    config = LLMConfig()
+def test_none_is_silently_accepted(config: LLMConfig, name: str) -> None:
     setattr(config, name, None)
     assert "llm.EnableRemoteCacheAccessible" not in config.generate_options()
     assert all(isinstance(value, str) for value in config.generate_options().values())
 
 
-def test_cluster_info_addresses_become_integers() -> None:
-    config = LLMConfig()
+def test_cluster_info_addresses_become_integers(config: LLMConfig) -> None:
     config.cluster_info = json.dumps(
         {"cluster_id": 3, "listen_ip_info": [{"ip": "1.2.3.4", "port": 26000}, {"ip": "127.0.0.1", "port": 1}]}
     )
@@ -241,8 +241,7 @@ def test_cluster_info_addresses_become_integers() -> None:
     assert made == {"cluster_id": 3, "listen_ip_info": [{"ip": 67305985, "port": 26000}, {"ip": 16777343, "port": 1}]}
 
 
-def test_the_same_dictionary_is_returned_and_written_keys_stay() -> None:
-    config = LLMConfig()
+def test_the_same_dictionary_is_returned_and_written_keys_stay(config: LLMConfig) -> None:
     config.mem_pool_cfg = "first"
     made = config.generate_options()
     assert config.gen_options() is config.options is made
@@ -254,8 +253,7 @@ def test_the_same_dictionary_is_returned_and_written_keys_stay() -> None:
         config.options = {}
 
 
-def test_own_properties_win_over_the_same_key_in_ge_options() -> None:
-    config = LLMConfig()
+def test_own_properties_win_over_the_same_key_in_ge_options(config: LLMConfig) -> None:
     config.ge_options = {"llm.MemPoolConfig": "loses", "ge.exec.deviceId": "9", "other": "kept"}
     config.mem_pool_cfg = "wins"
     config.device_id = 2
@@ -264,8 +262,7 @@ def test_own_properties_win_over_the_same_key_in_ge_options() -> None:
 
 
 @pytest.mark.parametrize("name", [*ADDITIONS, *LINK_OPTIONS])
-def test_none_unsets_an_addition(name: str) -> None:
-    config = LLMConfig()
+def test_none_unsets_an_addition(config: LLMConfig, name: str) -> None:
     setattr(config, name, EMITTED[name][1][0][0])
     assert getattr(config, name) is not None
     setattr(config, name, None)
@@ -273,8 +270,7 @@ def test_none_unsets_an_addition(name: str) -> None:
     assert config.generate_options() == FRESH
 
 
-def test_options_made_by_a_config_start_an_engine(start: Callable[..., Any]) -> None:
-    config = LLMConfig()
+def test_options_made_by_a_config_start_an_engine(config: LLMConfig, start: Callable[..., Any]) -> None:
     config.enable_cache_manager = True
     config.mem_pool_cfg = config.host_mem_pool_cfg = pool()
     for name in ("sync_kv_timeout", "link_retry_count", *WIDTH32, *ADDITIONS):
@@ -317,16 +313,14 @@ def test_a_dict_that_changes_under_the_check_is_no_panic() -> None:
         ("{", json.JSONDecodeError),
     ],
 )
-def test_cluster_info_of_another_shape_is_named(text: str, kind: type[Exception]) -> None:
-    config = LLMConfig()
+def test_cluster_info_of_another_shape_is_named(config: LLMConfig, text: str, kind: type[Exception]) -> None:
     shown = {TypeError: r"cluster_info .*only support", RuntimeError: "'x'"}
     with pytest.raises(kind, match=shown.get(kind)):
         config.cluster_info = text
     assert config.cluster_info == ""
 
 
-def test_the_bound_of_json_is_64_levels() -> None:
-    config = LLMConfig()
+def test_the_bound_of_json_is_64_levels(config: LLMConfig) -> None:
     texts = {levels: '{"a": ' + "[" * (levels - 1) + "1" + "]" * (levels - 1) + "}" for levels in (1, 63, 64, 65)}
     too_deep = texts.pop(65)
     fails(lambda: setattr(config, "cluster_info", too_deep), VE, "nested deeper than 64 levels")

@@ -16,8 +16,9 @@ from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES
 
 
 @pytest.mark.parametrize("error", [None, KeyError("mine")])
-def test_with_block_finalizes_the_engine(error: KeyError | None) -> None:
-    with contextlib.suppress(KeyError), LLMDataDist(LLMRole.PROMPT, 1) as dist:
+def test_with_block_finalizes_the_engine_and_does_not_suppress_an_exception(error: KeyError | None) -> None:
+    raised = pytest.raises(KeyError, match="mine") if error else contextlib.nullcontext()
+    with raised, LLMDataDist(LLMRole.PROMPT, 1) as dist:
         dist.init(options())
         manager = dist.cache_manager
         assert LLMDataDist.llm_engine_instance is dist
@@ -28,9 +29,7 @@ def test_with_block_finalizes_the_engine(error: KeyError | None) -> None:
         manager.allocate_cache(desc())
 
 
-def test_with_block_does_not_suppress_an_exception_and_accepts_an_engine_that_is_not_initialized() -> None:
-    with pytest.raises(KeyError, match="mine"), LLMDataDist(LLMRole.PROMPT, 1):
-        raise KeyError("mine")
+def test_with_block_accepts_an_engine_that_is_not_initialized() -> None:
     with LLMDataDist(LLMRole.PROMPT, 1) as early:
         early.init(options())
         early.finalize()

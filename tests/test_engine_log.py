@@ -62,18 +62,19 @@ def collector() -> Iterator[Collector]:
     logger.setLevel(level)
 
 
-def register_twice(dist: LLMDataDist, keep: list[Any], times: int = 2) -> tuple[int, int]:
+OWN = UserTensors()
+
+
+def register_twice(dist: LLMDataDist, times: int = 2) -> tuple[int, int]:
     """Register caches under one key. Return the ids of the last two."""
-    manager, own = dist.cache_manager, UserTensors()
-    keep.append(own)
-    ids = [manager.register_blocks_cache(desc(), own.addrs, BlocksCacheKey(1, 5)).cache_id for _ in range(times)]
+    register = dist.cache_manager.register_blocks_cache
+    ids = [register(desc(), OWN.addrs, BlocksCacheKey(1, 5)).cache_id for _ in range(times)]
     return ids[-2], ids[-1]
 
 
 def test_a_line_comes_without_another_call(dist: LLMDataDist, collector: Collector) -> None:
-    keep: list[Any] = []
     before = time.time()
-    old, new = register_twice(dist, keep)
+    old, new = register_twice(dist)
     (record,) = collector.wait_for("registered under")
     assert (record.levelname, record.name, record.process) == ("WARNING", "LLM_DATADIST", os.getpid())
     assert f"cache_id={new}" in record.getMessage()
@@ -83,16 +84,15 @@ def test_a_line_comes_without_another_call(dist: LLMDataDist, collector: Collect
     assert before - 0.01 <= record.created <= time.time() + 0.01
     assert 0 <= record.msecs < 1000
     assert "%" not in record.getMessage()
-    register_twice(dist, keep)
+    register_twice(dist)
     assert len(collector.wait_for("registered under", count=3)) == 3, "one for the third, one for the fourth"
 
 
 def test_a_failed_copy_leaves_queued_lines_to_their_thread(dist: LLMDataDist, collector: Collector) -> None:
     """Only pulls and pushes pass the queued lines on before they return."""
-    keep: list[Any] = []
     cache = dist.cache_manager.allocate_blocks_cache(desc())
     with engine_log._lock:  # the thread `llm-log` cannot take the line meanwhile
-        register_twice(dist, keep)
+        register_twice(dist)
         with pytest.raises(LLMException):
             dist.cache_manager.copy_blocks(cache, {10**6: [0]})
         assert not [text for text in collector.texts() if "registered under" in text]
@@ -163,11 +163,10 @@ def test_log_that_nobody_reads_is_bounded(dist: LLMDataDist, collector: Collecto
     waiting = 1024  # lines that the queue holds
     entered, go_on = threading.Event(), threading.Event()
     collector.first = lambda: (entered.set(), go_on.wait(LIMIT))
-    keep: list[Any] = []
-    register_twice(dist, keep)
+    register_twice(dist)
     assert entered.wait(LIMIT)
     # While the handler blocks, the engine continues, and calls that pass log lines return as well.
-    register_twice(dist, keep, 3001)
+    register_twice(dist, 3001)
     dist.stats()
     assert len(collector.records) == 1
     go_on.set()
@@ -179,27 +178,26 @@ def test_log_that_nobody_reads_is_bounded(dist: LLMDataDist, collector: Collecto
 
 def test_a_handler_may_call_the_engine_and_may_fail(dist: LLMDataDist, collector: Collector) -> None:
     seen: list[Any] = []
-    keep: list[Any] = []
 
     def failing() -> None:
         seen.append(dist.stats()["table"]["caches"])
-        register_twice(dist, keep)
+        register_twice(dist)
         raise ValueError("a handler of the program")
 
     collector.first = failing
-    register_twice(dist, keep)
+    register_twice(dist)
     collector.wait_for("registered under", count=3)
     assert seen == [2]
-    register_twice(dist, keep)
+    register_twice(dist)
     collector.wait_for("registered under", count=5)
 
 
 def test_finalize_in_a_handler_returns(start: Callable[..., LLMDataDist], collector: Collector) -> None:
     dist, done = start(), threading.Event()
     collector.first = lambda: (dist.finalize(), done.set())
-    register_twice(dist, [])
+    register_twice(dist)
     assert done.wait(LIMIT)
-    register_twice(start(), [])
+    register_twice(start())
     collector.wait_for("registered under", count=2)
 
 
