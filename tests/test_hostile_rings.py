@@ -299,3 +299,29 @@ def test_descriptors_that_never_close_are_bounded() -> None:
             return False
 
         eventually(opened, what="a stream with rings once the descriptors are closed")
+
+
+def test_zeros_before_a_payload_end_with_the_pace_of_the_peer() -> None:
+    """A write whose bytes never come, though zeros keep its socket readable, ends as any other that stalls."""
+    with attack(local=True) as (_, link):
+        good, ring = link.ringed_call(), link.ringed_call()
+        write(ring, prey_of(good), PREY_BYTES)
+        # The engine never finds the socket empty, so only a bound on what it takes at once ends its loop.
+        ring.wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        ring.wire.socket.settimeout(None)
+
+        def flood() -> None:
+            with suppress(*GONE):
+                while True:
+                    ring.wire.send(bytes(1 << 16))
+
+        floods = [threading.Thread(target=flood, daemon=True) for _ in range(2)]
+        for thread in floods:
+            thread.start()
+        until = time.monotonic() + SILENCE + SLACK
+        for thread in floods:
+            thread.join(max(0.0, until - time.monotonic()))
+        goes_on = any(thread.is_alive() for thread in floods)
+        ring.wire.socket.shutdown(socket.SHUT_RDWR)
+        assert not goes_on, "the stream goes on"
+        assert good.ask(PING)["is"] == "Done"
