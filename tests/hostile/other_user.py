@@ -11,26 +11,21 @@ from __future__ import annotations
 import encodings.idna  # noqa: F401  (sockets import it late)
 import json
 import os
-import socket
 import sys
-import threading
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hostile import messages as m
 from hostile.client import Peer, dial_local, dial_tcp
+from peers import Proxy
 
 
 def tell(what: Any) -> None:
     print(json.dumps(what), flush=True)  # noqa: T201
-
-
-def in_thread(work: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=work, args=args, daemon=True).start()
 
 
 def greet(way: str, at: str) -> dict[str, Any]:
@@ -41,27 +36,10 @@ def greet(way: str, at: str) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def _forward(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
-
-
 def forward(address: str) -> None:
-    host, port = address.rsplit(":", 1)
-    door = socket.create_server(("127.0.0.1", 0))
-    tell(f"127.0.0.1:{door.getsockname()[1]}")
-
-    def accept() -> None:
-        while True:
-            caller = door.accept()[0]
-            callee = socket.create_connection((host, int(port)))
-            in_thread(_forward, caller, callee)
-            in_thread(_forward, callee, caller)
-
-    in_thread(accept)
-    sys.stdin.read()
+    with Proxy(address) as proxy:
+        tell(proxy.at)
+        sys.stdin.read()
 
 
 if __name__ == "__main__":
