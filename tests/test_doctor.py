@@ -325,10 +325,13 @@ def test_help_names_every_option() -> None:
     assert all(f"--{option}" in done.stdout for option in options)
 
 
+# The modules take address space themselves, so they are loaded before the limit is set.
 LIMITED = """
-import resource, sys
-resource.setrlimit(resource.{0}, ({1}, {1}))
+import pathlib, resource, sys
+import llm_datadist.commands.doctor.cli
 from llm_datadist.commands.main import main
+used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.{0}, ({1}, {1}))
 sys.exit(main(["doctor"]))
 """
 
@@ -336,21 +339,14 @@ sys.exit(main(["doctor"]))
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("RLIMIT_FSIZE", 1 << 20, "raise the limit of file sizes"),
-        ("RLIMIT_NOFILE", 8, "Too many open files"),
-        pytest.param("RLIMIT_AS", None, "no memory for", marks=needs("RLIMIT_AS", limits_address_space)),
+        ("RLIMIT_FSIZE", "1 << 20", "raise the limit of file sizes"),
+        ("RLIMIT_NOFILE", "8", "Too many open files"),
+        pytest.param("RLIMIT_AS", "used + (16 << 20)", "no memory for", marks=needs("RLIMIT_AS", limits_address_space)),
     ],
 )
-def test_limit_under_which_no_engine_opens_is_a_problem(name: str, value: int | None, text: str) -> None:
+def test_limit_under_which_no_engine_opens_is_a_problem(name: str, value: str, text: str) -> None:
     """The report opens an engine, so that it cannot say "0 problems" where no engine opens."""
-    if value is None:
-        used = "int(pathlib.Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()"
-        program = LIMITED.format(name, f"({used} + (16 << 20))")
-        # The modules take address space themselves, so they are loaded before the limit is set.
-        program = "import pathlib, resource, llm_datadist.commands.doctor.cli\n" + program
-    else:
-        program = LIMITED.format(name, value)
-    done = in_fresh_process(program)
+    done = in_fresh_process(LIMITED.format(name, value))
     report_text = " ".join(done.stdout.split())
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert "PROBLEM an engine with a pool cannot be opened" in report_text
