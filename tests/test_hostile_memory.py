@@ -33,12 +33,6 @@ def part() -> int:
     return min(MIB, budgets.value("reserved_memory") // budgets.incoming(None))
 
 
-def deaf(trial: Trial, links: int, streams: int) -> list[Wire]:
-    """Call streams of several links, with small receive buffers."""
-    made = [trial.fair_call(100 + number, window=4096) for number in range(links)]
-    return [wire for link, call in made for wire in (call, *(link.call() for _ in range(streams - 1)))]
-
-
 def ends(trial: Trial, wires: Sequence[Wire] = ()) -> None:
     """Close the links of the attacker, and wait until the memory is back."""
     for wire in wires:
@@ -100,50 +94,35 @@ def test_memory_of_large_replies_returns() -> None:
         trial.releases(BESIDE)
 
 
-def test_addresses_take_bounded_memory() -> None:
-    """`Locate` with the most addresses: one request, and then six links that do not read their answers."""
-    with Trial() as trial:
-        trial.victim.register("open", 4, 4096, 1, blocks=True, accessible=True)
-        right = m.uint(trial.victim.addresses("open")[0])
-        request = frame(m.locate(right * MAX_ENTRIES, MAX_ENTRIES))
-        _, call = trial.fair_call()
-        trial.begin()
-        call.send(request)
-        assert m.read_reply(call.hear())["is"] == "Located"
-        trial.stop_pulls()
-        watch = trial.watch
-        assert watch is not None
-        grown = watch.most["resident"] - watch.before["resident"]
-        assert grown < 64 * MIB, f"one request took {grown:,} bytes"
-        trial.begin()
-        wires = deaf(trial, 6, 2)
-        together(len(wires), lambda at: send_slowly(wires[at], memoryview(request)))
-        trial.judge(links=7, streams=13, busy=7, memory=budgets.value("common_memory") + 7 * part() + BESIDE)
-        ends(trial, wires)
+@pytest.mark.parametrize("asked", ["rows of a grant", "places of addresses"])
+def test_answers_that_nobody_reads_take_bounded_memory(asked: str) -> None:
+    """Six links ask for the longest answers on 48 streams that they do not read.
 
-
-def test_answers_that_nobody_reads_take_bounded_memory() -> None:
-    """To describe a grant takes a few bytes, and the answer many. Six links ask on 48 streams that they do not read.
-
-    When the budget is exhausted, the engine refuses, and says so.
+    When the budget is exhausted, the engine refuses, and says so. What one request takes, the core tests
+    (`links/layerwise.rs`).
     """
     with Trial() as trial:
-        trial.victim.allocate("wide", 2 * MAX_ENTRIES, 8, 1, blocks=True, keys=[by_blocks(VICTIM, 7)])
-        one = m.name_of(trial.victim.grant("wide", list(range(0, 2 * MAX_ENTRIES, 2))))
+        if asked == "rows of a grant":
+            trial.victim.allocate("wide", 2 * MAX_ENTRIES, 8, 1, blocks=True, keys=[by_blocks(VICTIM, 7)])
+            request = m.describe(m.name_of(trial.victim.grant("wide", list(range(0, 2 * MAX_ENTRIES, 2)))))
+        else:
+            trial.victim.register("open", 4, 4096, 1, blocks=True, accessible=True)
+            request = m.locate(m.uint(trial.victim.addresses("open")[0]) * MAX_ENTRIES, MAX_ENTRIES)
         _, call = trial.fair_call()
-        assert len(ask(call, m.describe(one))["granted"]) == MAX_ENTRIES
-        wires = deaf(trial, 6, 8)
+        told = ask(call, request)
+        assert len(told["granted" if told["is"] == "Described" else "spots"]) == MAX_ENTRIES
+        made = [trial.fair_call(100 + number, window=4096) for number in range(6)]
+        wires = [wire for link, call in made for wire in (call, *(link.call() for _ in range(7)))]
         trial.begin()
-        for wire in wires:
-            wire.say(m.describe(one))
 
-        def hear(at: int) -> Any:
+        def ask_and_hear(at: int) -> Any:
             # A refusal has few bytes, so it arrives whole. Of an answer, only the start arrives.
             with suppress(*GONE):
+                wires[at].say(request)
                 length = int.from_bytes(wires[at].exactly(8)[4:], "little")
                 return m.read_reply(opened(wires[at].exactly(length))) if length < 4096 else None
 
-        refusals = list(filter(None, together(len(wires), hear)))
+        refusals = list(filter(None, together(len(wires), ask_and_hear)))
         assert refusals, "all answers fit the budget"
         for refusal in refusals:
             check_refused(refusal, OUT_OF_MEMORY)
