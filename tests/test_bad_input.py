@@ -166,30 +166,27 @@ FLAGS: list[tuple[Any, Expected]] = [(bad, TE) for bad in (0, 1, "True", 1.0, []
 WIDE_BLOCKS = (2**63, 2**64, 2**64 + 1, -(2**64), 2**200)
 REMOTE_BLOCKS = (-1, 4, 2**31, 2**32, 2**32 + 1, INT64_MAX, -INT64_MAX - 1)
 NO_MAP = (1, True, "01", 1.5, [(0, 1)], ((0, 1),), {0}, [], iter(()))
-BLOCK_MAPS: list[tuple[Any, Expected]] = [
-    (None, AE),
-    *[(bad, TE) for bad in NO_MAP],
-    *[({bad: [1]}, TE) for bad in (None, True, 1.0, "0", (0,), float("nan"))],
+
+
+def maps(to: Callable[[Any], Any], refused: Expected) -> list[tuple[Any, Expected]]:
+    """Wrong maps from blocks to what `to` makes of other blocks."""
+    return [
+        (None, AE),
+        *[(bad, TE) for bad in NO_MAP],
+        *[({bad: to(1)}, TE) for bad in (None, True, 1.0, "0", (0,), float("nan"))],
+        *[({0: to(bad)}, TE) for bad in (None, True, 1.0, "1", [1], (1,), float("nan"))],
+        *[(wrong, refused) for bad in REMOTE_BLOCKS for wrong in ({0: to(1), bad: to(2)}, {0: to(1), 2: to(bad)})],
+        *[(wrong, WIDE) for bad in WIDE_BLOCKS for wrong in ({0: to(1), bad: to(2)}, {0: to(1), 2: to(bad)})],
+    ]
+
+
+BLOCK_MAPS = [
+    *maps(lambda block: [3, block], LE),
     *[({0: bad}, TE) for bad in (None, 1, True, (1,), "1", {1}, {1: 1}, range(1), 1.0)],
-    *[({0: [1, bad]}, TE) for bad in (None, True, 1.0, "1", [1], float("nan"))],
-    *[({0: [1], bad: [2]}, LE) for bad in REMOTE_BLOCKS],
-    *[({0: [1], 2: [3, bad]}, LE) for bad in REMOTE_BLOCKS],
-    *[({0: [1, bad]}, WIDE) for bad in WIDE_BLOCKS],
-    *[({0: [1], bad: [0]}, WIDE) for bad in WIDE_BLOCKS],
     ({0: list(range(1_000)) * 100}, LE),
     ({number: [0] for number in range(100_000)}, LE),
 ]
-SWAP_MAPS: list[tuple[Any, Expected]] = [
-    (None, AE),
-    *[(bad, TE) for bad in NO_MAP],
-    *[({bad: 1}, TE) for bad in (None, True, 1.0, "0", (0,), float("nan"))],
-    *[({0: bad}, TE) for bad in (None, True, 1.0, "1", [1], (1,), float("nan"))],
-    *[({0: 1, bad: 2}, MISMATCH) for bad in REMOTE_BLOCKS],
-    *[({0: 1, 2: bad}, MISMATCH) for bad in REMOTE_BLOCKS],
-    *[({0: 1, 2: bad}, WIDE) for bad in WIDE_BLOCKS],
-    *[({0: 1, bad: 2}, WIDE) for bad in WIDE_BLOCKS],
-    (dict.fromkeys(range(100000), 0), MISMATCH),
-]
+SWAP_MAPS = [*maps(lambda block: block, MISMATCH), (dict.fromkeys(range(100_000), 0), MISMATCH)]
 ARRAYS: list[tuple[Any, Expected]] = [
     *[(np.array([[0, 1]], kind), TE) for kind in ("i8", "u4", "f8")],
     (memoryview(bytes(16)).cast("q", (1, 2)), TE),
