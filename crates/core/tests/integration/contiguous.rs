@@ -134,6 +134,13 @@ fn live_caches_share_no_byte() {
             };
             match allocated {
                 Ok(cache) => {
+                    // Tensors that follow one another by chance do not count.
+                    let one_range = (contiguous || tensors == 1).then(|| cache.addrs()[0]);
+                    prop_assert_eq!(cache.one_range().ok(), one_range);
+                    if contiguous {
+                        prop_assert!(ranges(&cache).windows(2).all(|two| two[0].end == two[1].start));
+                        prop_assert_eq!(pool(&engine).used_ranges, before.used_ranges + 1);
+                    }
                     let bytes = patterned(seed as u8, tensors as usize, rows * row_bytes);
                     fill(&cache, &bytes);
                     live.push((cache, bytes));

@@ -74,7 +74,8 @@ fn by_hand(
 /// The rows and their bytes of the local and of the remote cache, and a slot of each.
 type Sizes = ((usize, usize), (usize, usize), (usize, usize));
 
-/// Sizes, pairs of blocks, bytes of a block, whether the cache is named and the form of the rows, an offset, and the tensors of a layer, the layer and its place.
+/// Sizes; pairs of blocks; bytes of a block; whether the cache is named, and the form of the rows; an offset; and the tensors of a layer,
+/// the layer and its position.
 type Case = (Sizes, Vec<(u64, u64)>, usize, (bool, u8), usize, (u32, u32, u32));
 
 fn case() -> impl Strategy<Value = Case> {

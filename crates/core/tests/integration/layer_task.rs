@@ -139,8 +139,11 @@ impl Model {
             assert!(arrived.starts_with(&script.pushed()), "{:?} of {arrived:?}", script.pushed());
             assert!(self.end.is_none() || script.dropped(), "an end before the memory was released");
         }
-        if let Some(Ok(bytes)) = transfer.peek() {
-            assert_eq!((bytes, transfer.progress().total), (bytes_of(to), bytes_of(to)));
+        match transfer.peek() {
+            Some(Ok(bytes)) => assert_eq!((bytes, transfer.progress().total), (bytes_of(to), bytes_of(to))),
+            // An error names its destination if there are several.
+            Some(Err(error)) => assert_eq!(error.fact("part").is_some(), to.len() > 1, "{error}"),
+            None => (),
         }
     }
 }

@@ -368,6 +368,10 @@ fn first_wrong_option_in_reading_order_is_reported() {
     for at in 0..wrong.len() {
         let alone = refused(read(&wrong[at..=at]), &[]).to_string();
         assert_eq!(refused(read(&wrong[at..]), &[]).to_string(), alone);
+        // `llm.HugePages` is also known as `huge_pages`.
+        let plain = |text: &str| text.to_lowercase().replace('_', "").replace("config", "cfg");
+        let name = plain(wrong[at].0.rsplit('.').next().unwrap());
+        assert!(plain(&alone).contains(&name), "{name}: {alone}");
         messages.insert(alone);
     }
     assert_eq!(messages.len(), 31, "each names its option");

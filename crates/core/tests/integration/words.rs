@@ -109,6 +109,11 @@ fn blocks_of_a_transfer() {
         ("dst: [] must be a list of at least one block", Some("dst")),
     );
     says(
+        &push(&[], &[0]),
+        ("src_blocks=[] must be a list of at least one block", Some("src_blocks")),
+        ("src: [] must be a list of at least one block", Some("src")),
+    );
+    says(
         &pull(&[0, 1], &[0]),
         ("src_blocks has 1 entries, and dst_blocks has 2", None),
         ("src has 1 blocks, and dst has 2", None),
@@ -119,10 +124,16 @@ fn blocks_of_a_transfer() {
 fn caches_of_a_transfer() {
     let slots = CacheLayout { kind: CacheKind::Batch, ..spec(4, 10, 64) };
     let one = || blocks(&[0], &[0]);
+    let locally = |side| between(side, slots.into(), one(), Layers::ALL, remote(spec(4, 10, 64)));
     says(
-        &between(Destination, slots.into(), one(), Layers::ALL, remote(spec(4, 10, 64))),
+        &locally(Destination),
         ("dst_cache is a continuous cache; this call needs a blocks cache", Some("dst_cache")),
         ("dst is a continuous cache; this call needs a blocks cache", Some("dst")),
+    );
+    says(
+        &locally(Source),
+        ("src_cache is a continuous cache; this call needs a blocks cache", Some("src_cache")),
+        ("src is a continuous cache; this call needs a blocks cache", Some("src")),
     );
     says(
         &transfer(Destination, one(), Layers::ALL, remote(slots)),
