@@ -168,7 +168,7 @@ fn both_sides_may_dial_at_once() {
             }
             // The connection that is refused is not replaced by one over another transport.
             let expected = if way.shares_sockets() || way == Way::Local { "shm" } else { "tcp" };
-            assert_eq!((&*here.transport, &*there.transport), (expected, expected), "{context}");
+            assert_eq!((here.transport, there.transport), (expected, expected), "{context}");
             unlink(&local, &remote).unwrap();
             await_end(&local);
             await_end(&remote);
