@@ -9,6 +9,7 @@ Not for: who is admitted (`test_link_security.py`, `test_second_user.py`), attac
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import threading
@@ -62,6 +63,29 @@ def test_a_fair_peer_reads_and_writes(local: bool) -> None:
 def test_the_documentation_quotes_the_budgets() -> None:
     text = (Path(__file__).resolve().parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
     assert budgets.table() in text, "run `python -m hostile.budgets` in the folder of the tests"
+
+
+def test_descriptors_with_other_frames_are_closed() -> None:
+    """Descriptors that come with a greeting, a ping or a request do not stay open at the victim."""
+    with Trial(honest=["auto"]) as trial:
+        link = trial.link(100, local=True)
+        call = link.call()
+        extra = [os.open("/dev/null", os.O_RDONLY) for _ in range(200)]
+        trial.begin()
+        for number in range(40):
+            some = extra[: 4 if number < 20 else 200]  # more descriptors than a frame may have end the stream
+            with suppress(*GONE):
+                link.control.say(m.PING, some)
+            with suppress(*GONE):
+                call.say(m.ping(), some)
+                m.read_reply(call.hear())
+            with suppress(*GONE):
+                stranger = dial_local(trial.local_name)
+                trial.held.callback(stranger.close)
+                stranger.say(b"x", some)
+        for descriptor in extra:
+            os.close(descriptor)
+        trial.judge(links=2, mapped=GENERATIONS)
 
 
 GREETING = ("connect", "half header", "header", "half hello", "hello", "half proof")
