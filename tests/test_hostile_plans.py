@@ -75,15 +75,25 @@ BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "a block written twice": (m.plan_blocks(64, [(0, 3), (1, 4), (2, 3)]), 0, 192),
     "a tensor that is not there": (m.plan_spans([ROW], 1, 2, 2), 0, 64),
     "past the end": (m.plan_spans([m.span(PREY - 63, PREY - 63, 64)]), 0, 64),
+    "from 2^64-1": (m.plan_spans([m.span(U64, U64, 64)]), 0, 64),
     "2^40 pieces of a byte": (m.plan_spans([m.span(0, 0, 1, 1 << 40, 1, 1)]), 0, 64),
     "a block past the end": (m.plan_blocks(PREY_BYTES, [(PREY_ROWS, PREY_ROWS)]), 0, PREY_BYTES),
     "block 2^32-1": (m.plan_blocks(PREY_BYTES, [(U32, U32)]), 0, PREY_BYTES),
+    "blocks of 2^63 bytes": (m.plan_blocks(2**63, [(2, 2)]), 0, 64),
+    "place 2^32-1": (m.plan_templates([m.template((U64, U64), [(U32, U32)], [ROW])]), 0, 64),
+    "2^50 pieces in places": (
+        m.plan_templates([m.template((0, 1 << 24), [(0, 0), (0, 1)], [m.span(0, 0, 1, 1 << 49, 0, 1)])]),
+        0,
+        64,
+    ),
+    "257 templates": (m.plan_templates([m.template((0, 0), [(0, 0)], [ROW])] * 257), 0, 64),
+    "65,537 spans": (m.plan_spans([m.span(0, at, 1) for at in range(65537)]), 0, 64),
     "a place past the end": (m.plan_templates([m.template((PREY, PREY), [(0, 0), (1, 1)], [ROW])]), 0, 64),
     "one template twice": (m.plan_templates([m.template((64, 64), [(0, 0)], [ROW])] * 2), 0, 128),
 }
 
 
-@pytest.mark.parametrize("verb", ["read", "write", "fetch"])
+@pytest.mark.parametrize("verb", ["read", "write", "fetch", "checksums"])
 def test_plans_whose_numbers_lie_are_refused(verb: str) -> None:
     """Each request is answered with `Failed`, the stream stays open, and no byte of the cache changes."""
     with attack(honest=["tcp"]) as (trial, link):
@@ -93,11 +103,15 @@ def test_plans_whose_numbers_lie_are_refused(verb: str) -> None:
         def request(plan: bytes, start: int, end: int) -> bytes:
             if verb == "fetch":
                 return m.fetch(name, cache, plan, m.in_region([m.run(0, 0, 1)]), 1, PREY)
+            if verb == "checksums":
+                return m.checksums(name, cache, plan)
             return (m.read if verb == "read" else m.write)(name, cache, plan, start, end)
 
         # A fetch names no range, and over TCP nothing can be fetched, whatever the plan says.
         allowed = {"Failed", "Unreachable"} if verb == "fetch" else {"Failed"}
         for what, (plan, start, end) in BOUNDS.items():
+            if verb == "checksums" and plan == m.plan_spans([ROW]):
+                continue  # only its range is wrong, and a request for checksums names none
             reply = ask(call, request(plan, start, end))
             assert reply["is"] in allowed, (what, reply)
             assert ask(call, m.ping())["is"] == "Done", what

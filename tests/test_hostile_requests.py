@@ -236,8 +236,10 @@ UNREADABLE: dict[str, bytes] = {
             "half a pair": m.plan_blocks(64, b"\4" + bytes(6)),
             "half a template": m.plan_templates([m.template((64, 64), [(0, 0)], [m.span(0, 0, 64)])[:-4]]),
             "templates without end": m.plan_start(1, (0, 0)) + m.uint(U64),
+            "spans without end": m.plan_templates([m.template((0, 0), [(0, 0)], [])[:-1] + m.uint(U64)]),
         }.items()
     },
+    "half a fetch": m.fetch(m.name_blocks(1), 1, ALL, m.in_region([m.run(0, 0, 1)]), 1, PREY)[:-1],
 }
 
 

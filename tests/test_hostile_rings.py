@@ -12,6 +12,7 @@ from typing import Callable
 
 from hostile import messages as m
 from hostile.client import PAYLOAD_RING, RING, RING_FILE, EndedError, Link, RingWire, ask, frame, memory
+from hostile.messages import U64
 from hostile.trial import GONE, PREY, PREY_BYTES, SILENCE, SLACK, Trial, attack, prey_of
 from peers import eventually, lingering_socket
 
@@ -31,6 +32,7 @@ def refused_offers() -> dict[str, Callable[[], list[int]]]:
         "no descriptor": list,
         "a file descriptor of an event": lambda: [os.eventfd(0)],
         "memory that may shrink": lambda: [memory(RING_FILE, 0)],
+        "memory that may lose pages": lambda: [memory(RING_FILE, 0x2 | 0x4)],
         "too short": lambda: [memory(RING_FILE - 1)],
     }
 
@@ -71,16 +73,16 @@ def first(count: int) -> bytes:
     return m.plan_spans([m.span(0, 0, count)])
 
 
-def payload_that_does_not_fit(wire: RingWire, cache: int) -> None:
+def payload_that_does_not_fit(wire: RingWire, cache: int, written: int = PAYLOAD_RING + 1) -> None:
     write(wire, cache, PREY_BYTES)
-    wire.payload.forge(wire.WRITTEN, PAYLOAD_RING + 1)
+    wire.payload.forge(wire.WRITTEN, written)
 
 
-def payload_taken_before_it_comes(wire: RingWire, cache: int) -> None:
+def payload_taken_before_it_comes(wire: RingWire, cache: int, taken: int = PAYLOAD_RING + 1) -> None:
     read(wire, cache, PREY)
     # The engine waits for room, and reads this word next.
     wire.payload.wait(lambda: wire.payload.word(wire.WRITTEN) == PAYLOAD_RING)
-    wire.payload.forge(wire.READ, PAYLOAD_RING + 1)
+    wire.payload.forge(wire.READ, taken)
 
 
 def no_zeros_before_a_payload(wire: RingWire, cache: int) -> None:
@@ -91,15 +93,19 @@ def no_zeros_before_a_payload(wire: RingWire, cache: int) -> None:
     wire.payload.send(b"\1" * (4096 + PREY_BYTES))
 
 
-# The core tests every number that a word must not have (`shared_rings/tests.rs`).
 BREACHES: dict[str, Callable[[RingWire, int], object]] = {
     "bytes that do not fit": lambda wire, _: wire.forge(wire.WRITTEN, RING + 1),
+    "2^63 bytes": lambda wire, _: wire.forge(wire.WRITTEN, 2**63),
+    "2^64-1 bytes": lambda wire, _: wire.forge(wire.WRITTEN, U64),
     "fewer bytes than before": lambda wire, _: wire.forge(wire.WRITTEN, 1),
     "no message": lambda wire, _: wire.say(b"\xff" * 40),
     "no frame": lambda wire, _: wire.send(b"no frame at all"),
     "a frame that is too long": lambda wire, _: wire.send(frame(PING)[:5] + b"\xff\xff\xff" + bytes(RING - 8)),
     "payload that does not fit": payload_that_does_not_fit,
+    "2^63 bytes of payload": lambda wire, cache: payload_that_does_not_fit(wire, cache, 2**63),
+    "2^64-1 bytes of payload": lambda wire, cache: payload_that_does_not_fit(wire, cache, U64),
     "payload taken before it comes": payload_taken_before_it_comes,
+    "2^63 bytes of payload taken": lambda wire, cache: payload_taken_before_it_comes(wire, cache, 2**63),
     "no zeros before a payload": no_zeros_before_a_payload,
 }
 
