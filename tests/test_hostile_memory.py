@@ -47,7 +47,7 @@ def pulls(count: int) -> list[tuple[str, list[Any], dict[str, Any]]]:
     return [("pull_blocks", [by_blocks(77, model), "n", [0], [0]], {}) for model in range(count)]
 
 
-def send_slowly(wire: Wire, data: memoryview) -> None:
+def send_in_parts(wire: Wire, data: memoryview) -> None:
     """Send data in parts of 1 MiB, until the engine closes the stream."""
     with suppress(OSError):
         for at in range(0, len(data), MIB):
@@ -65,7 +65,7 @@ def test_replies_that_never_end_take_bounded_memory(length: int, most: int) -> N
 
         def serve(wire: Wire) -> None:
             wire.hear()
-            send_slowly(wire, reply)
+            send_in_parts(wire, reply)
 
         trial.listen(serve)
         trial.begin()
@@ -174,7 +174,7 @@ def test_notifications_and_long_frames_share_one_budget() -> None:
         fill(trial, 16)
         request = memoryview(frame(m.notify([bytes(64 << 10)] * 1008)))
         wires = [trial.fair_call(200 + number)[1] for number in range(8)]
-        together(len(wires), lambda at: send_slowly(wires[at], request))
+        together(len(wires), lambda at: send_in_parts(wires[at], request))
         most = budgets.value("common_memory") + 26 * part() + BESIDE
         trial.judge(links=24, streams=24, busy=24, memory=most)
         assert trial.victim.polled(0)

@@ -167,7 +167,7 @@ impl Way {
     }
 }
 
-/// The token of engines that may use UCX.
+/// A token that both engines of a test may have.
 const TOKEN: &str = "sixteen letters or more";
 
 /// Returns a configuration that listens, with limits that no test reaches by accident.
