@@ -1,4 +1,4 @@
-"""Work that is counted in lines of Python, which no load of the machine changes."""
+"""Measures work as the number of Python lines run, which does not depend on the load of the machine."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ WRITE, LEND, RELEASE = (
 )
 SPOIL = "self._blocks._tensors[7][blocks[-1], -1:] += job.request == 7"
 ANSWER = "send(request=request"
-# A fault of the example, and what the output then says.
+# Changes that put a fault into the example, and a pattern that the output must match.
 FAULTS: dict[str, tuple[list[Change], str]] = {
     "one wrong word": ([(PREFILL, WRITE, f"{WRITE}; {SPOIL}")], "255 right, 1 wrong, 0 lost"),
     "one block that is not freed": (

@@ -157,7 +157,7 @@ def test_unknown_attribute_of_a_config_is_named(caplog: pytest.LogCaptureFixture
     [
         *[("verifyy", "did you mean 'verify'"), ("link_tokn", "did you mean 'link_token'")],
         ("copyworkers", "did you mean 'copy_workers'"),
-        # These ask for a protection.
+        # Names that suggest verification or authentication, so that ignoring them would be unsafe.
         *[(name, "") for name in ("verification", "verify_mode", "VERIFY", "link_token_path", "checksum")],
     ],
 )

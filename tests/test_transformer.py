@@ -23,7 +23,7 @@ from model import Shape  # noqa: E402
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"), "1")
 
 # Under emulation, the processes of the command may take longer than its own limit.
-SMALL = ("--small", *(("--limit", "300") if emulated() else ()))
+SMALL = ("--small", *(("--limit", "600") if emulated() else ()))
 
 
 def run(*arguments, **variables):

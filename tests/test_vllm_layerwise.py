@@ -222,7 +222,7 @@ def test_a_request_that_prefill_aborts_fails_the_receive(when: str) -> None:
 
 
 def test_a_decode_that_is_killed_while_it_reads_gives_the_blocks_back() -> None:
-    """Long before the lease would end."""
+    """Prefill frees the blocks when the link breaks, although the lease lasts an hour."""
     with computing_for({"lease_ms": 3_600_000}) as (computing, decode):
         computing.step(0, 2)
         eventually(lambda: in_place(decode, computing.sequence, range(64), range(LAYERS)))

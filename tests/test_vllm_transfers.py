@@ -245,7 +245,7 @@ def test_a_prefill_that_ends_fails_the_receives_that_wait_for_it() -> None:
 
 
 def test_an_aborted_receive_is_cancelled() -> None:
-    """It counts neither as received nor as failed."""
+    """A cancelled receive counts neither as received nor as failed."""
     with sides(LONG, LONG) as (prefill, decode):
         decode.receive(prefill.handover("there"), 30)
         eventually(prefill.workers[0].held)

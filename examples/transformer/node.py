@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Setup(NamedTuple):
     """The arguments of a process.
 
-    `rows`: of the prefill cache, and of the device and host cache of decode. `limit_s`: the time limit of every wait
-    for the other process, for a layer or for a transfer, in seconds.
+    `rows`: of the prefill cache, and of the device and host cache of decode. `limit_s`: the time limit of both
+    processes, in seconds.
     """
 
     work: Workload
@@ -38,7 +38,9 @@ class Node:
     """An engine, its device cache as arrays, its host cache if any, and the pipe to the other process."""
 
     def __init__(self, setup: Setup, name: str, rows: int, host_rows: int, pipe: connection.Connection) -> None:
-        self._pipe, self.limit_s = pipe, setup.limit_s
+        self._pipe = pipe
+        # Of each wait for the other process, a layer or a transfer. Its error precedes that of the command.
+        self.limit_s = setup.limit_s / 3
         shape, paged = setup.work.shape, setup.layout == "paged"
         layout = KvLayout(
             layers=shape.layers,
@@ -54,7 +56,7 @@ class Node:
             listen="127.0.0.1:0" if name == "decode" else None,  # 0: any free port
             name=name,
             transport=setup.transport,
-            timeout=setup.limit_s,
+            timeout=self.limit_s,
         )
         self.cache = self.engine.allocate("kv", layout, blocks=rows)
         self.host = self.engine.allocate("host", layout, blocks=host_rows, pool="host") if host_rows else None

@@ -12,7 +12,7 @@ export CARGO_PROFILE_DEV_DEBUG=line-tables-only
 # Commands work offline: pip uses the packages that `aarch64.sh fetch` has downloaded.
 export PIP_NO_INDEX=1 PIP_FIND_LINKS=$base/wheels PYTHONDONTWRITEBYTECODE=1
 
-# Not optimized, because nothing runs what it builds.
+# Builds without optimization, because no step runs the result.
 step_build() {
 	PYO3_NO_PYTHON=1 CARGO_PROFILE_DEV_OPT_LEVEL=0 cargo build --locked --workspace --features pyo3/extension-module
 }

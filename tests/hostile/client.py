@@ -76,7 +76,7 @@ class EndedError(ConnectionError):
 
 
 def body_of(start: bytes, exactly: Callable[[int], bytes]) -> bytes:
-    """Read the rest of a frame that starts with this header, and return the message. A refusal is raised."""
+    """Read the rest of the frame whose header is `start`, and return its message. Raise `EndedError` for a refusal."""
     magic, version, kind, length = struct.unpack("<2sBBI", start)
     body = exactly(length)
     assert magic == MAGIC, magic

@@ -328,4 +328,4 @@ def attack(
         trial.begin()
         yield trial, link
         trial.judge(links=1, streams=len(link.calls), busy=1, mapped=offer.mapped if offer else 0)
-        assert not trial.tender.ended, "the link itself goes on"
+        assert not trial.tender.ended, "the attack ended the link"

@@ -459,7 +459,10 @@ def test_layers_to_several_destinations(pair: Pair) -> None:
 
 
 def test_layers_in_both_directions(pair: Pair) -> None:
-    """Each push reads the blocks that the other one writes. Both end, free the blocks, and mix the bytes of none."""
+    """Each push reads the blocks that the other one writes.
+
+    Both end and release their blocks. No block has bytes of both pushes.
+    """
     caches = pair.caches()
     models, blocks = [Model(cache) for cache in caches], list(range(BLOCKS))
     pushes = [

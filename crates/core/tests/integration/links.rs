@@ -216,7 +216,7 @@ fn fails_with<T: Debug>(result: Result<T>, kind: ErrorKind) -> Error {
     error
 }
 
-/// The same, of an error that says why.
+/// Returns the error of a call, which must have this kind and contain this text.
 #[track_caller]
 fn fails_saying<T: Debug>(result: Result<T>, kind: ErrorKind, why: &str) -> Error {
     let error = fails_with(result, kind);
@@ -265,7 +265,7 @@ impl Pair {
         [&self.local, &self.remote].map(|engine| Held::pool(engine, desc, kind))
     }
 
-    /// The same in memory that is registered.
+    /// A registered cache of each engine, without keys.
     fn registered(&self, desc: &CacheDesc, kind: CacheKind) -> [Held; 2] {
         [&self.local, &self.remote].map(|engine| Held::new(engine, true, desc, kind, &[]))
     }

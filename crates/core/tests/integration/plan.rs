@@ -28,7 +28,7 @@ fn pieces(plan: &CopyPlan) -> Vec<Piece> {
 /// Bytes of the tensors of a case at most.
 const BYTES: u64 = 20 + 320 * 9;
 
-/// Copies piece after piece, byte by byte. Returns for each byte of the memory where it was before. The destination starts
+/// Copies piece after piece, byte by byte. Returns, for each byte, the position from which it was copied. The destination starts
 /// `apart` bytes after the source, or 0 bytes in one cache.
 fn copied(pieces: impl IntoIterator<Item = Piece>, apart: u64) -> Vec<u64> {
     let mut memory: Vec<u64> = (0..2 * BYTES).collect();
@@ -373,8 +373,8 @@ fn check(seen: &Tally, made: &Result<CopyPlan>, given: Given, walked: Option<&Wa
     Ok(())
 }
 
-/// Checks plans of such templates, which a peer may send.
-fn are_checked(cases: u32, templates: impl Strategy<Value = Vec<Template>>) {
+/// Checks plans of `templates`, as a peer may send them.
+fn check_plans_of_peers(cases: u32, templates: impl Strategy<Value = Vec<Template>>) {
     let seen = Tally::default();
     TestRunner::new(proptest_cases(cases))
         .run(&(given(), templates), |(given, templates)| {
@@ -392,7 +392,7 @@ fn are_checked(cases: u32, templates: impl Strategy<Value = Vec<Template>>) {
 fn spans_of_peers() {
     let spans = prop::collection::vec(foreign_spans(), 0..4);
     let all = |spans: Vec<Span>| (!spans.is_empty()).then(|| Template::new((0, 0), vec![(0, 0)], spans));
-    are_checked(6000, spans.prop_map(move |spans| all(spans).into_iter().collect()));
+    check_plans_of_peers(6000, spans.prop_map(move |spans| all(spans).into_iter().collect()));
 }
 
 #[test]
@@ -400,7 +400,7 @@ fn blocks_of_peers() {
     let small = || prop_oneof![12 => 0..24u32, 1 => Just(u32::MAX), 1 => any::<u32>()];
     let pairs = prop::collection::vec((small(), small()), 0..6);
     let blocks = (foreign_number(), (foreign_number(), foreign_number()), pairs);
-    are_checked(6000, blocks.prop_map(|(len, first, pairs)| vec![blocks_of(len, first, pairs)]));
+    check_plans_of_peers(6000, blocks.prop_map(|(len, first, pairs)| vec![blocks_of(len, first, pairs)]));
 }
 
 fn blocks_of(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>) -> Template {
@@ -434,7 +434,7 @@ fn templates_of_peers() {
         .prop_map(|(src_unit, dst_unit, pairs, spans)| Template::new((src_unit, dst_unit), pairs, spans));
     let templates = (1..5usize)
         .prop_flat_map(move |count| prop::collection::vec(template.clone(), count.saturating_sub(2).max(1)));
-    are_checked(20_000, templates);
+    check_plans_of_peers(20_000, templates);
 }
 
 /// A part of a plan, cut anywhere, is the same part of the list of its bytes: those of all templates of a tensor, then those of the
@@ -603,7 +603,7 @@ fn rows_of_blocks_are_ascending_each_once() {
 
 /// A long list of spans of a peer is refused if two of its pieces write the same byte.
 #[test]
-fn long_lists_of_spans_are_checked() {
+fn long_lists_of_spans_check_plans_of_peers() {
     let mut chance = Chance(1);
     // How far positions are apart, how irregular they are, and how many pieces write to the position of another.
     let spreads = [(8, 1), (8, 8), (4096, 1), (1 << 20, 1 << 19)];

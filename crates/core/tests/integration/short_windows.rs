@@ -19,7 +19,7 @@ use crate::fixtures::{
     copied_bytes, copy_engine, listed, local_streams, pattern, plan_of_peer, proptest_cases, ringed_streams,
     soon, tensors_over,
 };
-use crate::socket_copies::{Arrived, SocketCopies as _, passed};
+use crate::socket_copies::{Arrived, SocketCopies as _, send_and_receive};
 
 const TENSORS: usize = 2;
 /// Bytes of a tensor.
@@ -111,7 +111,7 @@ fn short_pieces_arrive_as_the_model_says() {
             let (mut sent, mut placed) = (sum(), sum());
             let arrived = Arrived { progress: &progress, sum: Some(&mut placed) };
             let (from, to) = ((&engine, &src, &local), (&engine, &dst, &remote));
-            let ends = passed(&plan, &range, from, to, (Some(&mut sent), arrived));
+            let ends = send_and_receive(&plan, &range, from, to, (Some(&mut sent), arrived));
             prop_assert!(matches!(ends, (Ok(()), Ok(()))), "{:?}", ends);
             let (sent, placed) = (sent.value(), placed.value());
             prop_assert_eq!(sent, sum_of(&plan, range), "the bytes in the order of the plan");
@@ -165,7 +165,7 @@ fn through_buffers(streams: fn(&str) -> (Stream, Stream), spans: &[Span]) -> (u6
     let (sender, receiver) = (copy_engine(), copy_engine());
     let plan = plan_of_peer(1, 0, 0, spans.to_vec()).unwrap();
     let (from, to) = ((&sender, &src, &local), (&receiver, &dst, &remote));
-    let ends = passed(&plan, &(0..plan.bytes()), from, to, (None, &Arc::default()));
+    let ends = send_and_receive(&plan, &(0..plan.bytes()), from, to, (None, &Arc::default()));
     assert!(matches!(ends, (Ok(()), Ok(()))), "{ends:?}");
     let copied = |(plain, streaming): (u64, u64)| plain + streaming;
     (copied(sender.counted().bytes()), copied(receiver.counted().bytes()))

@@ -58,7 +58,7 @@ pub trait SocketCopies {
 
 /// Sends a range of a plan from one engine and memory to others, and returns what either end says. An end that fails
 /// closes its stream.
-pub fn passed<'a>(
+pub fn send_and_receive<'a>(
     plan: &CopyPlan,
     range: &Range<u64>,
     (sender, src, local): (&CopyEngine, &Arc<Tensors>, &Stream),

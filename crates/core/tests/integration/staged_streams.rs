@@ -20,7 +20,7 @@ use llm_datadist_core::{ClusterId, ErrorKind, Result};
 use crate::fixtures::{
     Buffer, Gated, block_plan, copied_bytes, local_streams, pattern, ringed_streams, soon, tensors_over,
 };
-use crate::socket_copies::{SocketCopies as _, passed};
+use crate::socket_copies::{SocketCopies as _, send_and_receive};
 
 const TENSORS: usize = 3;
 const ROWS: usize = 300;
@@ -94,7 +94,7 @@ fn moved(
     progress: &Arc<Progress>,
 ) -> (Result<()>, Result<()>) {
     let (from, to) = ((&src.engine, &src.tensors, local), (&dst.engine, &dst.tensors, remote));
-    passed(&plan(), range, from, to, (None, progress))
+    send_and_receive(&plan(), range, from, to, (None, progress))
 }
 
 fn plan() -> CopyPlan {

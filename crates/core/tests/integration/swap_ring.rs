@@ -25,8 +25,8 @@ fn patterned_host(tensors: u32, rows: usize, row_bytes: usize) -> Own {
     cache
 }
 
-/// Whether rows of `host` that are in `device` come back as they are.
-fn come_back(engine: &DataDist, device: &End, host: &Own, pairs: &[(i64, i64)]) -> bool {
+/// Returns whether swapping these rows in from `device` restores their bytes in `host`.
+fn swap_in_restores_rows(engine: &DataDist, device: &End, host: &Own, pairs: &[(i64, i64)]) -> bool {
     let geometry = host.cache.geometry();
     let (rows, row_bytes) = (geometry.rows() as usize, geometry.row_bytes() as usize);
     let back = Own::loose(&desc(Host, geometry.num_tensors(), rows, row_bytes), Blocks);
@@ -50,7 +50,7 @@ fn the_failure_of_either_stage_fails_the_call() {
     }
     sim.fail_after(u64::MAX);
     engine.swap_blocks(&host.end(), &end(&device), &same_rows(24)).run().unwrap();
-    assert!(come_back(&engine, &end(&device), &host, &same_rows(24)));
+    assert!(swap_in_restores_rows(&engine, &end(&device), &host, &same_rows(24)));
     let stats = engine.stats();
     assert_eq!((stats.swap_in_ring, stats.swap_in_direct, stats.ring_bytes), (1, 0, 4 * BLOCK as u64));
 }
@@ -66,7 +66,7 @@ fn the_ring_is_kept_and_grows() {
         let device = engine.allocate(&desc(Device, 3, 6, block), Blocks, &[]).unwrap();
         engine.swap_blocks(&host.end(), &end(&device), &same_rows(6)).run().unwrap();
         assert_eq!(engine.stats().ring_bytes, ring, "{block}");
-        assert!(come_back(&engine, &end(&device), &host, &same_rows(6)));
+        assert!(swap_in_restores_rows(&engine, &end(&device), &host, &same_rows(6)));
         engine.deallocate(device.id()).unwrap();
     }
 }
@@ -101,7 +101,7 @@ fn without_threads_the_caller_also_empties_the_ring() {
     let device = engine.allocate(&desc(Device, 2, 24, BLOCK), Blocks, &[]).unwrap();
     engine.refuse_copy_threads(true);
     engine.swap_blocks(&host.end(), &end(&device), &same_rows(24)).run().unwrap();
-    assert!(come_back(&engine, &end(&device), &host, &same_rows(24)));
+    assert!(swap_in_restores_rows(&engine, &end(&device), &host, &same_rows(24)));
     assert_eq!(engine.stats().swap_in_ring, 1);
 }
 
@@ -164,5 +164,5 @@ fn copies_that_pause_pass_the_ring() {
         }
     }
     assert_eq!(engine.stats().swap_in_ring, 2 * 51);
-    assert!(come_back(&engine, &end(&device), &host, &back));
+    assert!(swap_in_restores_rows(&engine, &end(&device), &host, &back));
 }

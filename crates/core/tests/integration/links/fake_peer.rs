@@ -37,7 +37,7 @@ pub fn hear_request(stream: &Stream) -> Result<Request> {
     hear(stream).map(|Timed { request, .. }: Timed<Request>| request)
 }
 
-/// Answers a request, which asks what a cache is.
+/// Answers a `Describe` request.
 pub fn describe(call: &Stream, cache: WireCache) {
     assert!(matches!(hear_request(call).unwrap(), Request::Describe { .. }), "not asked what it is");
     say(call, &Reply::Described(cache));

@@ -301,14 +301,14 @@ fn part(stream: &Stream, write: u64, (from, to): (u64, u64)) -> Reply {
 }
 
 /// Checks that what was asked on `stream` is done.
-fn is_done(stream: &Stream, bytes: u64) {
+fn expect_done(stream: &Stream, bytes: u64) {
     assert_eq!(hear::<Reply>(stream).unwrap(), Reply::Done { bytes });
 }
 
 /// Sends the bytes for which `stream` is ready.
 fn finish(stream: &Stream, bytes: u64) {
     stream.send(&vec![7; bytes as usize], soon()).unwrap();
-    is_done(stream, bytes);
+    expect_done(stream, bytes);
 }
 
 fn refused(reply: Reply, what: &str) -> (ErrorKind, String) {
@@ -325,12 +325,12 @@ fn parts_share_the_pin_of_their_write() {
     assert_eq!(owner.begin(first, 5, (0, 100)), Reply::Ready { bytes: 100 });
     assert_eq!(part(second, 5, (100, 2 * BLOCK)), Reply::Ready { bytes: 2 * BLOCK - 100 });
     second.send(&sent[100..], soon()).unwrap();
-    is_done(second, 2 * BLOCK - 100);
+    expect_done(second, 2 * BLOCK - 100);
     // The first part is still missing, so a copy of these rows waits.
     thread::scope(|scope| {
         let copied = scope.spawn(|| owner.engine.copy_blocks(&owner.into.end(), &[(0, 4), (1, 5)]).run());
         first.send(&sent[..100], soon()).unwrap();
-        is_done(first, 100);
+        expect_done(first, 100);
         copied.join().unwrap().unwrap();
     });
     let now = owner.into.read().remove(0);
@@ -354,9 +354,9 @@ fn parts_pass_requests_that_wait_for_their_rows() {
     }
     // Let the writes that wait take all slots first.
     thread::sleep(Duration::from_millis(200));
-    // What waits for no rows is answered, too.
+    // A request that waits for no rows also gets its reply.
     ask(second, &Request::Ping);
-    is_done(second, 0);
+    expect_done(second, 0);
     let finish_part = |id: u64| {
         assert_eq!(part(second, id, (BLOCK, 2 * BLOCK)), Reply::Ready { bytes: BLOCK });
         finish(second, BLOCK);
@@ -440,7 +440,7 @@ fn a_write_that_cannot_be_completed_frees_its_rows() {
 
     assert_eq!(owner.begin(first, 4, (0, 100)), Reply::Ready { bytes: 100 });
     ask(&third, &Request::Unlink);
-    is_done(&third, 0);
+    expect_done(&third, 0);
     owner.is_free();
 }
 
