@@ -231,7 +231,7 @@ def test_states_of_other_connections(pair: Pair) -> None:
     for wrong in ("nowhere", "a\0b", ""):
         assert end.call("connect_async", wrong) == hixl.PARAM_INVALID
         assert state(wrong) == (hixl.SUCCESS, hixl.NOT_CONNECT)
-    # Nobody can listen there.
+    # No engine can listen at port 0.
     assert end.call("connect_async", "127.0.0.1:0") == hixl.SUCCESS
     assert eventually(lambda: state("127.0.0.1:0") == (hixl.SUCCESS, hixl.CONNECT_FAILED))
 

@@ -190,8 +190,8 @@ class Opener:
 
 
 @pytest.fixture
-def alone(module: Any, socket: Path) -> Iterator[Opener]:
-    """The test starts the keeper, if any."""
+def without_keeper(module: Any, socket: Path) -> Iterator[Opener]:
+    """Opens servers or tiers. No keeper runs unless the test starts one."""
     opener = Opener(module, socket)
     yield opener
     for each in opener.opened:
@@ -199,9 +199,10 @@ def alone(module: Any, socket: Path) -> Iterator[Opener]:
 
 
 @pytest.fixture
-def server(keeper: Keeper, alone: Opener) -> Opener:
+def server(keeper: Keeper, without_keeper: Opener) -> Opener:
+    """The same while a keeper runs."""
     assert keeper.slots
-    return alone
+    return without_keeper
 
 
 @pytest.fixture
@@ -313,17 +314,17 @@ def test_a_lookup_without_a_layout_finds_what_this_server_knows(one: Server) -> 
         ({"timeout_ms": 60_001}, "Expected `int` <= 60000"),
     ],
 )
-def test_bad_options_are_refused(alone: Opener, options: dict[str, Any], text: str) -> None:
+def test_bad_options_are_refused(without_keeper: Opener, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        alone(**options)
+        without_keeper(**options)
 
 
 def test_a_keeper_with_smaller_values_stores_nothing_and_the_log_says_so_once(
-    socket: Path, alone: Opener, caplog: pytest.LogCaptureFixture
+    socket: Path, without_keeper: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
     large = Layout(shapes=[(4097,)])
     with Keeper(memory="1MiB", socket=socket, value=4096):
-        one = alone()
+        one = without_keeper()
         for _ in range(2):
             assert one.lookup(KEYS[:1], large) == [False]
             assert not one.store(KEYS[:1], [Object(0, large)]).ok
@@ -334,9 +335,9 @@ def test_a_keeper_with_smaller_values_stores_nothing_and_the_log_says_so_once(
 
 
 def test_without_a_keeper_every_task_ends_and_the_log_says_so_once(
-    socket: Path, alone: Opener, caplog: pytest.LogCaptureFixture
+    socket: Path, without_keeper: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = alone()
+    one = without_keeper()
     for _ in range(2):
         assert one.lookup(KEYS) == [False] * 6
         assert one.store(KEYS[:2], [Object(0), Object(1)]) == L2StoreResult(ok=False, bytes=0)
@@ -348,8 +349,8 @@ def test_without_a_keeper_every_task_ends_and_the_log_says_so_once(
     assert f"the keeper at {socket} is away" in caplog.text
 
 
-def test_a_keeper_that_has_come_back_is_used_again(socket: Path, alone: Opener) -> None:
-    one = alone()
+def test_a_keeper_that_has_come_back_is_used_again(socket: Path, without_keeper: Opener) -> None:
+    one = without_keeper()
     assert not one.store(KEYS[:1], [Object(0)]).ok
     with Keeper(memory="1MiB", socket=socket, value="4KiB"):
         eventually(lambda: one.store(KEYS[:1], [Object(0)]).ok)
@@ -514,10 +515,10 @@ def test_a_store_that_is_opened_while_the_adapter_closes_is_closed(
         made[0].exists([bytes(28)])
 
 
-def test_a_lookup_at_a_stopped_keeper_finds_what_a_load_finds(socket: Path, alone: Opener) -> None:
+def test_a_lookup_at_a_stopped_keeper_finds_what_a_load_finds(socket: Path, without_keeper: Opener) -> None:
     """The keeper does not answer the lease, which ends the connection. So nothing can be loaded."""
     with serving(socket) as keeper:
-        one = alone()
+        one = without_keeper()
         one.store(KEYS[:1], [Object(0)])
         assert one.lookup(KEYS[:1]) == [True]
         with stopped(keeper):
@@ -527,10 +528,10 @@ def test_a_lookup_at_a_stopped_keeper_finds_what_a_load_finds(socket: Path, alon
         assert one.load(KEYS[:1], [Object()]) == [True]
 
 
-def test_the_status_does_not_end_connections(socket: Path, alone: Opener) -> None:
+def test_the_status_does_not_end_connections(socket: Path, without_keeper: Opener) -> None:
     """The keeper is stopped. Loads go on, because they read its memory."""
     with serving(socket) as keeper:
-        one = alone()
+        one = without_keeper()
         one.store(KEYS[:1], [Object(0)])
         with stopped(keeper):
             assert one.adapter.report_status()["is_healthy"] is False
@@ -565,8 +566,8 @@ def test_a_signal_comes_after_its_result(one: Server) -> None:
         assert one.adapter.query_lookup_and_lock_result(task) is not None
 
 
-def test_the_three_descriptors_differ_and_do_not_block(alone: Opener) -> None:
-    adapter = alone().adapter
+def test_the_three_descriptors_differ_and_do_not_block(without_keeper: Opener) -> None:
+    adapter = without_keeper().adapter
     fds = {adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()}
     assert len(fds) == 3
     for fd in fds:
@@ -586,11 +587,11 @@ def test_the_number_of_layouts_is_bounded(
     assert one.store(KEYS[1:2], [Object(0, Layout(shapes=[(1,)]))]).ok
 
 
-def test_tasks_may_have_more_keys_than_a_call_of_the_store(socket: Path, alone: Opener) -> None:
+def test_tasks_may_have_more_keys_than_a_call_of_the_store(socket: Path, without_keeper: Opener) -> None:
     small = Layout(shapes=[(4,)])
     keys = [Key(b"%d" % number) for number in range(5000)]
     with Keeper(memory=5000 * 4096, socket=socket, value=4096):
-        one = alone(timeout_ms=60_000)
+        one = without_keeper(timeout_ms=60_000)
         objects = [Object(number, small) for number in range(5000)]
         assert one.store(keys, objects) == L2StoreResult(ok=True, bytes=5000 * 8)
         assert one.lookup(keys, small) == [True] * 5000

@@ -139,8 +139,8 @@ class Opener:
 
 
 @pytest.fixture
-def alone(module: Any, socket: Path) -> Iterator[Opener]:
-    """The test starts the keeper, if any."""
+def without_keeper(module: Any, socket: Path) -> Iterator[Opener]:
+    """Opens servers or tiers. No keeper runs unless the test starts one."""
     opener = Opener(module, socket)
     yield opener
     for each in opener.opened:
@@ -148,9 +148,10 @@ def alone(module: Any, socket: Path) -> Iterator[Opener]:
 
 
 @pytest.fixture
-def storage(keeper: Keeper, alone: Opener) -> Opener:
+def storage(keeper: Keeper, without_keeper: Opener) -> Opener:
+    """The same while a keeper runs."""
     assert keeper.slots
-    return alone
+    return without_keeper
 
 
 @pytest.fixture
@@ -284,10 +285,10 @@ def test_bad_options_are_refused(storage: Opener, options: dict[str, Any], confi
         storage(config.pop("pool", None), options, **config)
 
 
-def test_a_keeper_with_smaller_values_is_refused(socket: Path, alone: Opener) -> None:
+def test_a_keeper_with_smaller_values_is_refused(socket: Path, without_keeper: Opener) -> None:
     with Keeper(memory="1MiB", socket=socket, value=4096), pytest.raises(InvalidArgument, match="4096"):
-        alone(Pool((4096, 8192)))
-    assert alone.opened[0].batch_exists(KEYS) == 0
+        without_keeper(Pool((4096, 8192)))
+    assert without_keeper.opened[0].batch_exists(KEYS) == 0
 
 
 @pytest.mark.parametrize("name", ["swa", "mamba", "draft"])
@@ -309,9 +310,9 @@ def test_pages_of_another_form_are_misses(storage: Opener, caplog: pytest.LogCap
 
 
 def test_without_a_keeper_nothing_is_found_and_the_log_says_so_once(
-    socket: Path, alone: Opener, caplog: pytest.LogCaptureFixture
+    socket: Path, without_keeper: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = alone()
+    server = without_keeper()
     for _ in range(3):
         assert server.batch_exists(KEYS) == 0
         assert server.batch_get_v1(KEYS[:2], indices(0, 1)) == [False, False]
@@ -321,9 +322,9 @@ def test_without_a_keeper_nothing_is_found_and_the_log_says_so_once(
 
 
 def test_a_keeper_that_has_come_back_is_used_again(
-    socket: Path, alone: Opener, caplog: pytest.LogCaptureFixture
+    socket: Path, without_keeper: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = alone()
+    server = without_keeper()
     server.batch_set_v1(KEYS[:1], indices(0))
     with Keeper(memory="1MiB", socket=socket, value="4KiB"):
         eventually(lambda: server.batch_set_v1(KEYS[:1], indices(0)) == [True])
@@ -387,9 +388,9 @@ def test_batches_may_be_larger_than_a_call_of_the_store(keeper: Keeper, socket: 
         assert [pool.page(row) for row in range(20, 40)] == [pool.page(row) for row in range(20)]
 
 
-def test_the_start_of_a_chain_outlives_its_end(socket: Path, alone: Opener) -> None:
+def test_the_start_of_a_chain_outlives_its_end(socket: Path, without_keeper: Opener) -> None:
     with Keeper(memory=64 * 4096, socket=socket, value=4096):
-        server = alone(Pool((64,) * 4))
+        server = without_keeper(Pool((64,) * 4))
         server.batch_set_v1(KEYS, indices(*range(8)))
         server.batch_set_v1([key(number) for number in range(100, 111)], indices(*range(11)))
         assert server.batch_exists(KEYS) == 5
@@ -459,8 +460,8 @@ def test_a_pool_that_is_registered_again_replaces_the_first_one(server: Any, soc
         eventually(lambda: store.stats()["keeper"]["clients"] == 2)  # the keeper notes an end a little later
 
 
-def test_a_storage_without_a_pool_finds_nothing(alone: Opener) -> None:
-    server = alone.make()
+def test_a_storage_without_a_pool_finds_nothing(without_keeper: Opener) -> None:
+    server = without_keeper.make()
     assert server.batch_exists(KEYS) == 0
     assert server.clear()
     server.close()

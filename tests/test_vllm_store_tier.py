@@ -129,7 +129,7 @@ class Tier:
 
 
 @pytest.fixture
-def alone(module: Any, socket: Path) -> Iterator[Callable[..., Tier]]:
+def without_keeper(module: Any, socket: Path) -> Iterator[Callable[..., Tier]]:
     """A function that starts a tier. The test starts the keeper, if any."""
     started: list[Tier] = []
 
@@ -143,9 +143,9 @@ def alone(module: Any, socket: Path) -> Iterator[Callable[..., Tier]]:
 
 
 @pytest.fixture
-def start(keeper: Keeper, alone: Callable[..., Tier]) -> Callable[..., Tier]:
+def start(keeper: Keeper, without_keeper: Callable[..., Tier]) -> Callable[..., Tier]:
     assert keeper.slots
-    return alone
+    return without_keeper
 
 
 @pytest.fixture
@@ -186,11 +186,11 @@ def test_keys_of_other_hashes(start: Callable[..., Tier]) -> None:
         assert tier.found(tier.begin("r", wanted + other), wanted + other) == [HIT, HIT, MISS, MISS]
 
 
-def test_the_start_of_a_chain_stays_longest(alone: Callable[..., Tier], socket: Path) -> None:
+def test_the_start_of_a_chain_stays_longest(without_keeper: Callable[..., Tier], socket: Path) -> None:
     """vLLM gives the keys of a store as a set. The keeper has room for four."""
     with Keeper(memory=4 * ROW, value=ROW, socket=socket) as keeper:
         assert keeper.slots == 4
-        tier, wanted = alone(), keys(8)
+        tier, wanted = without_keeper(), keys(8)
         context = tier.begin("r", wanted)
         rows = {one: row for row, one in enumerate(wanted)}
         given = set(wanted)
@@ -200,10 +200,10 @@ def test_the_start_of_a_chain_stays_longest(alone: Callable[..., Tier], socket: 
         assert tier.found(context, wanted) == [HIT] * 2 + [MISS] * 6
 
 
-def test_jobs_of_more_chunks_than_a_call_has(alone: Callable[..., Tier], socket: Path) -> None:
+def test_jobs_of_more_chunks_than_a_call_has(without_keeper: Callable[..., Tier], socket: Path) -> None:
     count = 9_000
     with Keeper(memory="48MiB", value=ROW, socket=socket):
-        tier, wanted = alone(rows=count), keys(count)
+        tier, wanted = without_keeper(rows=count), keys(count)
         tier.rows[:] = np.arange(count, dtype=np.uint32).view(np.uint8).reshape(count, 4).repeat(ROW // 4, axis=1)
         expected = tier.rows.copy()
         context, given = tier.begin("r", wanted), set(wanted)
@@ -304,9 +304,9 @@ def test_jobs_that_wait_too_long_fail_and_touch_no_row(module: Any, socket: Path
 
 
 def test_a_keeper_that_comes_and_goes(
-    alone: Callable[..., Tier], socket: Path, caplog: pytest.LogCaptureFixture
+    without_keeper: Callable[..., Tier], socket: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier, wanted = alone(), keys(3)
+    tier, wanted = without_keeper(), keys(3)
     context = tier.begin("r", wanted)
     for _ in range(3):
         assert tier.found(context, wanted) == [MISS] * 3
@@ -326,10 +326,10 @@ def test_a_keeper_that_comes_and_goes(
     assert [text for text in caplog.messages if "keeper" in text] == [away, f"the keeper at {socket} is back", away]
 
 
-def test_a_keeper_that_is_stopped(alone: Callable[..., Tier], socket: Path) -> None:
+def test_a_keeper_that_is_stopped(without_keeper: Callable[..., Tier], socket: Path) -> None:
     """Loads go on, because they read the memory of the keeper. Stores end at their time limit."""
     with serving(socket) as keeper:
-        tier, other = alone(timeout_ms=300), alone()
+        tier, other = without_keeper(timeout_ms=300), without_keeper()
         context = filled(other, keys(2))
         with stopped(keeper):
             assert other.found(context, keys(3)) == [HIT, HIT, MISS]
@@ -342,10 +342,10 @@ def test_a_keeper_that_is_stopped(alone: Callable[..., Tier], socket: Path) -> N
         assert tier.found(tier.begin("r", keys(2)), keys(2)) == [HIT, HIT]
 
 
-def test_loads_do_not_wait_for_a_store_at_a_stopped_keeper(alone: Callable[..., Tier], socket: Path) -> None:
+def test_loads_do_not_wait_for_a_store_at_a_stopped_keeper(without_keeper: Callable[..., Tier], socket: Path) -> None:
     """Also those that miss a chunk. All of them end before the time limit of the store."""
     with serving(socket) as keeper:
-        tier = alone(timeout_ms=8_000)
+        tier = without_keeper(timeout_ms=8_000)
         context = filled(tier, keys(2))
         with stopped(keeper):
             store = tier.submit("store", context, [key(9)], [2])
@@ -358,9 +358,9 @@ def test_loads_do_not_wait_for_a_store_at_a_stopped_keeper(alone: Callable[..., 
         assert result.job_id == store
 
 
-def test_a_keeper_that_is_killed_while_it_stores(alone: Callable[..., Tier], socket: Path) -> None:
+def test_a_keeper_that_is_killed_while_it_stores(without_keeper: Callable[..., Tier], socket: Path) -> None:
     with serving(socket) as keeper:
-        tier = alone()
+        tier = without_keeper()
         context = tier.begin("r", keys(1))
         with stopped(keeper) as serves:
             tier.submit("store", context, keys(1), [0])
@@ -382,9 +382,11 @@ class Broken:
     def close(self) -> None: ...
 
 
-def test_no_exception_reaches_the_scheduler(alone: Callable[..., Tier], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_exception_reaches_the_scheduler(
+    without_keeper: Callable[..., Tier], caplog: pytest.LogCaptureFixture
+) -> None:
     """And no buffer of the primary tier stays in a traceback."""
-    tier = alone()
+    tier = without_keeper()
     tier.tier._store.close()
     tier.tier._store = Broken()
     context = tier.begin("r", keys(2))
@@ -507,9 +509,9 @@ def test_calls_may_come_from_several_threads(start: Callable[..., Tier]) -> None
     assert results == [[HIT] * 4, True] * 2
 
 
-def test_drain_waits_for_the_jobs_and_keeps_the_results(alone: Callable[..., Tier], socket: Path) -> None:
+def test_drain_waits_for_the_jobs_and_keeps_the_results(without_keeper: Callable[..., Tier], socket: Path) -> None:
     with serving(socket) as keeper:
-        tier = alone(timeout_ms=200)
+        tier = without_keeper(timeout_ms=200)
         context = tier.begin("r", keys(2))
         with stopped(keeper):
             jobs = {tier.submit("store", context, [one], [row]) for row, one in enumerate(keys(2))}
@@ -521,11 +523,11 @@ def test_drain_waits_for_the_jobs_and_keeps_the_results(alone: Callable[..., Tie
 
 
 def test_drain_does_not_wait_without_end(
-    alone: Callable[..., Tier], socket: Path, monkeypatch: pytest.MonkeyPatch
+    without_keeper: Callable[..., Tier], socket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It must not return either: a copy still runs."""
     with serving(socket) as keeper:
-        tier = alone()
+        tier = without_keeper()
         with stopped(keeper):
             tier.submit("store", tier.begin("r", keys(1)), keys(1), [0])
             monkeypatch.setattr(tier.tier, "_timeout_s", 0.01)
@@ -538,11 +540,11 @@ def test_drain_does_not_wait_without_end(
 
 
 def test_shutdown_ends_what_runs_and_drops_all_buffers(
-    alone: Callable[..., Tier], socket: Path, caplog: pytest.LogCaptureFixture
+    without_keeper: Callable[..., Tier], socket: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM unmaps the primary tier right afterwards; `Tier.close` raises if a buffer is left. The keeper is stopped."""
     with serving(socket) as keeper:
-        tier = alone()
+        tier = without_keeper()
         context = tier.begin("r", keys(ROWS))
         with stopped(keeper):
             jobs = [tier.submit("store", context, [one], [row]) for row, one in enumerate(keys(ROWS))]
@@ -556,9 +558,9 @@ def test_shutdown_ends_what_runs_and_drops_all_buffers(
     tier.tier.shutdown()
 
 
-def test_chunks_are_counted_once_when_the_store_is_closed(alone: Callable[..., Tier]) -> None:
+def test_chunks_are_counted_once_when_the_store_is_closed(without_keeper: Callable[..., Tier]) -> None:
     """Its counts are not to be had then."""
-    tier = alone()
+    tier = without_keeper()
     context = tier.begin("r", keys(1))
     tier.run("store", context, keys(1), [0])
     tier.tier._store.close()
@@ -684,10 +686,10 @@ def test_options_that_must_be_given(module: Any, missing: str) -> None:
         module.LlmDatadistStoreTier(vllm.Spec(CONFIG), view, **options)
 
 
-def test_options_of_vllm(alone: Callable[..., Tier]) -> None:
-    tier = alone(locality="LOCAL", backpressure_detector="detector").tier
+def test_options_of_vllm(without_keeper: Callable[..., Tier]) -> None:
+    tier = without_keeper(locality="LOCAL", backpressure_detector="detector").tier
     assert (tier.locality, tier.tier_type, tier.bp_detector) == (vllm.Locality.LOCAL, "kept", "detector")
-    assert alone().tier.locality is None
+    assert without_keeper().tier.locality is None
 
 
 def test_a_keeper_with_smaller_values_is_refused(module: Any, socket: Path) -> None:
@@ -732,10 +734,10 @@ def no_store(*_given: Any, **_named: Any) -> None:
     ids=["a namespace", "a store"],
 )
 def test_what_cannot_be_made_again_finds_nothing(
-    alone: Callable[..., Tier], module: Any, seed: vllm.Seed, monkeypatch: pytest.MonkeyPatch,
+    without_keeper: Callable[..., Tier], module: Any, seed: vllm.Seed, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, name: str, broken: Any, reason: str,
 ) -> None:  # fmt: skip
-    tier = alone()
+    tier = without_keeper()
     monkeypatch.setattr(module, name, broken)
     seed.value = "random"
     for request_name in "r", "s":
@@ -744,10 +746,10 @@ def test_what_cannot_be_made_again_finds_nothing(
 
 
 def test_metrics_are_defined_before_anything_is_opened(
-    module: Any, alone: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    module: Any, without_keeper: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Front ends of vLLM import the class for its metrics only. An undefined metric would end them."""
-    tier = alone()
+    tier = without_keeper()
     context = tier.begin("r", keys(1))
     tier.run("store", context, keys(1), [0])
     tier.run("load", context, keys(1), [0])
@@ -777,8 +779,8 @@ def test_a_vllm_with_other_methods_is_refused(
 
 
 def test_untested_versions_run_with_a_warning(
-    alone: Callable[..., Tier], module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    without_keeper: Callable[..., Tier], module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "installed", lambda: "0.0.9")
-    alone()
+    without_keeper()
     assert "llm_datadist was not tested with vLLM 0.0.9" in caplog.text

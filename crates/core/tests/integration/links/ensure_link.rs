@@ -300,8 +300,8 @@ fn a_broken_link_is_made_again_by_another_call() {
     assert_eq!(news(&local), (1, 0));
 }
 
-/// Calls of one hour to addresses at which nobody listens, or somebody who never answers. There are more than workers, so some
-/// wait for one.
+/// Calls with a limit of one hour, to addresses without a listener and to a listener that never answers. There are more calls than
+/// workers, so some wait for a worker.
 fn many_calls(local: &DataDist) -> (Vec<Arc<Transfer>>, TcpListener) {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let calls = (0..40)
